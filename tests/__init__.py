@@ -1,0 +1,1 @@
+"""The tests, by the names of what they test."""
