@@ -1,0 +1,93 @@
+"""Reads what attention keeps per token out of a Hugging Face config.json, under the names that model families give it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.errors import GeometryError
+
+# Layers of these types keep a state of fixed size instead of keys and values.
+_STATE_LAYERS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "state_space")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`layers` counts those that keep KV of their own. `latent_dim` is 0 unless the model uses latent attention (MLA)."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+
+
+def read_attention(config: Mapping[str, Any]) -> Attention:
+    """The attention facts of a parsed config.json, llama, mistral, qwen, gemma, falcon and deepseek style.
+
+    Multimodal configs are read through their text part. Raises GeometryError that names what is missing or does not fit.
+    """
+    text = config.get("text_config") or config
+    query_heads = _count(text, "num_attention_heads", "n_head", "num_heads")
+    hidden = _count(text, "hidden_size", "n_embd", "d_model")
+    head_dim = _optional(text, "head_dim", "attention_head_dim", "kv_channels") or _per_head(hidden, query_heads)
+    if _optional(text, "global_head_dim") not in (0, head_dim):
+        raise GeometryError("global_head_dim differs from head_dim: open one namespace per group of layers, each with its own geometry")
+    kv_heads = _kv_heads(text, query_heads)
+    if query_heads % kv_heads and kv_heads % query_heads:
+        raise GeometryError(f"{query_heads} query heads and {kv_heads} KV heads: neither divides the other; check the config")
+    return Attention(
+        layers=_kv_layers(text),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        latent_dim=_optional(text, "kv_lora_rank"),
+        rope_dim=_optional(text, "qk_rope_head_dim"),
+        dtype=_dtype(config, text),
+    )
+
+
+def _kv_heads(text: Mapping[str, Any], query_heads: int) -> int:
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    return _optional(text, "num_key_value_heads", "num_kv_heads", "multi_query_group_num") or query_heads
+
+
+def _kv_layers(text: Mapping[str, Any]) -> int:
+    layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
+    kinds = text.get("layer_types") or []
+    if len(kinds) == layers:
+        layers -= sum(str(kind) in _STATE_LAYERS for kind in kinds)
+    return layers - _optional(text, "num_kv_shared_layers")
+
+
+def _per_head(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise GeometryError(f"hidden size {hidden} is no multiple of {heads} heads; give head_dim in the config")
+    return hidden // heads
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    found = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "float32"
+    return str(found).removeprefix("torch.")
+
+
+def _optional(text: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is set; 0 where none is."""
+    for name in names:
+        value = text.get(name)
+        if value is not None:
+            if type(value) is not int or value < 0:
+                raise GeometryError(f"config: {name} is {value!r}; it must be a whole number")
+            return value
+    return 0
+
+
+def _count(text: Mapping[str, Any], *names: str) -> int:
+    value = _optional(text, *names)
+    if value == 0:
+        raise GeometryError(f"config: none of {', '.join(names)} is set; is this a language model's config.json?")
+    return value
