@@ -63,7 +63,7 @@ class NvmeSettings:
 
     path: str = setting("", "directory on the disk for blocks that outlive the daemon; empty turns the disk off")
     bytes: int = setting(16 * GIB, "size of the preallocated file of blocks", unit="bytes", low=MIB)
-    write: str = setting("through", "when blocks go to disk: at once, when pushed out of memory, or never", choices=("through", "on_evict", "off"))
+    write: str = setting("through", "when blocks go to disk: at once, when pushed out, or never", choices=("through", "on_evict", "off"))
     write_bytes_per_s: int = setting(GIB, "the most that is written per second, since flash wears out", unit="bytes/s", low=MIB)
     durable: str = setting("process", "a write counts once it outlives the process, or a power failure too", choices=("process", "power"))
     queue_depth: int = setting(16, "requests kept in flight to the disk", low=1, high=1024)

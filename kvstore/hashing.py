@@ -62,7 +62,7 @@ def check_position(position: str) -> None:
     """Refuse (InvalidArgument) a position under which a key depends on the total length: rope kinds dynamic and longrope."""
     try:
         kinds = _rope_kinds(json.loads(position))
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested past all reason: any word in it may be the kind
         kinds = set(re.findall(r"[a-z]+", position.lower()))
     refused = sorted(kinds & LENGTH_DEPENDENT_ROPE)
     if refused:

@@ -13,7 +13,9 @@ EXIT_FAULT = 2  # exit status: the store, its settings or the machine is at faul
 EXIT_INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells expect
 
 # Each is a module beside this one, in the order that `--help` shows them.
-COMMANDS: tuple[str, ...] = ()
+COMMANDS = (
+    "plan",
+)
 
 
 class Command(Protocol):
