@@ -1,0 +1,222 @@
+"""The façade of the cache core: one method an input, each at once. After one or several calls, `drain` gives the decisions to carry out.
+
+One event loop owns a Cache; nothing here blocks, waits, or reads a clock: `now` is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache import completions, moving, reading, recovery, sessions, writing
+from kvstore.cache.messages import (
+    Abandon,
+    Acquire,
+    Acquired,
+    Attach,
+    Claim,
+    Claimed,
+    Commit,
+    Committed,
+    Decision,
+    Done,
+    Hashes,
+    Looked,
+    NamespaceSpec,
+    Recovered,
+    Refused,
+    Release,
+    Reserve,
+    Reserved,
+    StartWrite,
+    Tier,
+    TransferDone,
+    Units,
+    pack_hashes,
+)
+from kvstore.cache.recovery import Cleared
+from kvstore.cache.slots import SlotState
+from kvstore.cache.state import CacheSizes, State
+
+SNAPSHOT_BLOCKS = 4096  # blocks a piece: 256 KiB of hashes and parents
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    capacity_bytes: int
+    class_bytes: dict[str, int]  # by SlotState, lower case; adds up to capacity_bytes
+    blocks: int
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class SessionFigures:
+    session: int
+    tenant: str
+    held_bytes: int
+    leases: int
+    reserved_slots: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    tiers: dict[Tier, TierFigures]
+    sessions: tuple[SessionFigures, ...]
+    index_capacity_blocks: int
+    index_used_blocks: int
+    waiting_writes: int
+    transfers: int
+    counters: dict[str, int]
+
+
+class Cache:
+    """Blocks, slots, leases and transfers of one daemon (or of one worker's own arena)."""
+
+    def __init__(self, sizes: CacheSizes) -> None:
+        self.state = State(sizes)
+        self._ticked_at: float | None = None
+
+    # ---- namespaces, groups, sessions
+
+    def open_namespace(self, spec: NamespaceSpec) -> int | Refused:
+        """The namespace's id in this run, 1 and up."""
+        return sessions.open_namespace(self.state, spec)
+
+    def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
+        return sessions.join_group(self.state, session, name, namespaces)
+
+    def attach(self, request: Attach, now: float) -> Done | Refused:
+        self._at(now)
+        return sessions.attach(self.state, request)
+
+    def heard(self, session: int, now: float) -> None:
+        """A sign of life from a session."""
+        self._at(now)
+        if known := self.state.sessions.get(session):
+            known.heard_at = now
+
+    def detach(self, session: int) -> Done | Refused:
+        return sessions.detach(self.state, session)
+
+    def session_lost(self, session: int, reason: str) -> None:
+        sessions.session_lost(self.state, session, reason)
+
+    def process_gone(self, session: int) -> None:
+        sessions.process_gone(self.state, session)
+
+    # ---- operations
+
+    def acquire(self, request: Acquire, now: float) -> Acquired | Refused:
+        self._at(now)
+        return reading.acquire(self.state, request)
+
+    def claim(self, request: Claim) -> Claimed | Refused:
+        return reading.claim(self.state, request)
+
+    def release(self, request: Release) -> Done | Refused:
+        return reading.release(self.state, request)
+
+    def reserve(self, request: Reserve) -> Reserved | Refused:
+        self._next_operation()
+        return writing.reserve(self.state, request)
+
+    def commit(self, request: Commit) -> Committed | Refused:
+        self._next_operation()
+        return writing.commit(self.state, request)
+
+    def abandon(self, request: Abandon) -> Done | Refused:
+        return writing.abandon(self.state, request)
+
+    def lookup(self, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
+        """Pure: no lease, no recency, no movement."""
+        return reading.lookup(self.state, tenant, namespace, group, hashes)
+
+    def prefetch(self, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
+        """Answers (started, already in dram)."""
+        self._next_operation()
+        return reading.prefetch(self.state, namespace, hashes, deadline_at)
+
+    def pin(self, namespace: int, hashes: Hashes) -> Done:
+        return reading.pin(self.state, namespace, hashes, on=True)
+
+    def unpin(self, namespace: int, hashes: Hashes) -> Done:
+        return reading.pin(self.state, namespace, hashes, on=False)
+
+    def clear(self, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
+        return recovery.clear(self.state, clear_id, namespaces)
+
+    # ---- the mover and the clock
+
+    def transfer_done(self, report: TransferDone, now: float) -> None:
+        self._at(now)
+        completions.transfer_done(self.state, report)
+
+    def next_writes(self, limit: int) -> list[StartWrite]:
+        """Blocks to copy down now; call when the mover has room. Drain afterwards."""
+        return moving.next_writes(self.state, limit)
+
+    def tick(self, now: float) -> None:
+        """Deadlines, silence, second tries. About ten times a second."""
+        previous = self._ticked_at if self._ticked_at is not None else now
+        self._at(now)
+        self._ticked_at = now
+        sessions.hush(self.state, previous)
+        reading.expire(self.state)
+        completions.retry_deletes(self.state)
+
+    def drain(self) -> list[Decision]:
+        """All decisions since the last drain, in the order in which to carry them out."""
+        reading.settle_leases(self.state)
+        return self.state.take_decisions()
+
+    def dram_ready(self, units: int) -> None:
+        """Memory up to here has been touched and may be granted."""
+        self.state.dram.ready_units = min(units, self.state.dram.capacity_units)
+
+    # ---- start and sight
+
+    def recover(self, found: Recovered) -> int:
+        """Take over what an nvme directory holds; its namespaces are open already. Answers the blocks."""
+        return recovery.recover(self.state, found)
+
+    def survivors(self, units: Units, extent_slot_units: NDArray[np.int32]) -> int:
+        return recovery.survivors(self.state, units, extent_slot_units)
+
+    def survivors_gone(self, units: Units) -> None:
+        recovery.survivors_gone(self.state, units)
+
+    def snapshot(self, namespace: int) -> Iterator[tuple[Tier, bytes, bytes]]:
+        """All blocks of a namespace, tier by tier, in pieces: (tier, packed hashes, packed parents)."""
+        index = self.state.index
+        rows = index.rows()
+        rows = rows[index.namespace[rows] == namespace]
+        for tier in index.tiers:
+            here = rows[index.slot[tier][rows] > 0]
+            for start in range(0, len(here), SNAPSHOT_BLOCKS):
+                piece = here[start : start + SNAPSHOT_BLOCKS]
+                yield tier, pack_hashes(index.hash[piece]), pack_hashes(index.hash[index.parent[piece]])
+
+    def stats(self) -> CacheStats:
+        state = self.state
+        tiers = {
+            tier: TierFigures(table.capacity_bytes, {s.name.lower(): table.bytes_in[s] for s in SlotState}, table.blocks, table.held_bytes)
+            for tier, table in state.tables.items()
+        }
+        figures = tuple(
+            SessionFigures(s.id, s.tenant, s.held_bytes, len(s.leases), len(s.reserved), s.ended) for s in state.sessions.values()
+        )
+        return CacheStats(
+            tiers, figures, state.index.capacity, state.index.used, len(state.to_write), len(state.transfers), dict(state.counters)
+        )
+
+    def _at(self, now: float) -> None:
+        self.state.now = max(self.state.now, now)
+        self._next_operation()
+
+    def _next_operation(self) -> None:
+        for policy in self.state.policies.values():
+            policy.advance()

@@ -1,0 +1,32 @@
+"""Least recently used: the rank of a block is the number of the operation that last used it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache.eviction.base import FIRST_IN_LINE
+
+
+class Lru:
+    """One stamp a slot. All blocks of one operation share a stamp: among them the leaf rule alone decides."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._stamp = np.zeros(max_slots + 1, np.int64)
+        self._stamp_at = self._stamp.data
+        self._now = FIRST_IN_LINE + 1
+
+    def used(self, slot: int) -> None:
+        self._stamp_at[slot] = self._now
+
+    def first_in_line(self, slot: int) -> None:
+        self._stamp_at[slot] = FIRST_IN_LINE
+
+    def advance(self) -> None:
+        self._now += 1
+
+    def rank(self, slot: int) -> int:
+        return self._stamp_at[slot]
+
+    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        return self._stamp[slots]

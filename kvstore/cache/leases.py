@@ -1,0 +1,108 @@
+"""What happens to a lease after it was planned: loads that arrive or fail, grants in chain order, cuts, release."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.cache.messages import EndReason, Granted
+from kvstore.cache.state import HOLE, Lease, Session, State, Transfer
+
+
+def holder(state: State, lease: Lease) -> Session | None:
+    """The session whose process may touch the slots; None where only the group holds them."""
+    return state.sessions.get(lease.session)
+
+
+def put(state: State, lease: Lease, member: int, position: int, slot: int) -> None:
+    """Hold a readable dram slot at a position that is still empty."""
+    lease.slots[member][position] = slot
+    lease.generations[member][position] = state.dram.generation_at[slot]
+    state.hold_for(holder(state, lease), slot)
+
+
+def append(state: State, lease: Lease, slot: int) -> None:
+    """Hold one more block at the end of a lease of one member; HOLE where it is not in dram."""
+    lease.slots[0].append(slot)
+    lease.generations[0].append(state.dram.generation_at[slot] if slot > 0 else 0)
+    lease.granted = len(lease)
+
+
+def waits_for(lease: Lease, member: int, position: int) -> bool:
+    return not lease.closed and position < len(lease) and lease.slots[member][position] == 0
+
+
+def load_ready(state: State, lease: Lease, member: int, position: int, slot: int) -> None:
+    """A block that the lease waits for is in dram and verified."""
+    if waits_for(lease, member, position):
+        put(state, lease, member, position, slot)
+        lease.pending -= 1
+        state.advanced.append(lease)
+
+
+def fail_waiters(state: State, transfer: Transfer, reason: EndReason) -> None:
+    """A load will not arrive: the prefix of every lease that waits for it ends there."""
+    waiters, transfer.waiters = transfer.waiters, []
+    for lease, member, position in waiters:
+        if not waits_for(lease, member, position):
+            continue
+        if lease.whole:
+            lease.slots[member][position] = HOLE
+            lease.pending -= 1
+            lease.cut_at = min(lease.cut_at, position)
+            state.advanced.append(lease)
+        else:
+            cut(state, lease, position, reason)
+
+
+def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
+    """The lease has only its first `keep` positions from now on; what it held beyond is let go, from the tail."""
+    if keep >= len(lease):
+        return
+    session = holder(state, lease)
+    for member, generations in zip(lease.slots, lease.generations, strict=True):
+        for _ in range(len(member) - keep):
+            slot = member.pop()
+            generations.pop()
+            if slot > 0:
+                state.unhold_for(session, slot)
+            elif slot == 0:
+                lease.pending -= 1
+    lease.granted = min(lease.granted, keep)
+    lease.reason = reason
+    state.advanced.append(lease)
+
+
+def close(state: State, lease: Lease) -> None:
+    """Release all of it."""
+    cut(state, lease, 0, EndReason.RELEASED)
+    lease.closed = True
+
+
+def grant(state: State, lease: Lease) -> None:
+    """Tell the client what has become ready since the last grant, in chain order."""
+    if lease.closed or lease.ended:
+        return
+    first = ready = lease.granted
+    if not lease.whole or not lease.pending:
+        while ready < len(lease) and all(member[ready] for member in lease.slots):
+            ready += 1
+    lease.granted = ready
+    lease.ended = ready == len(lease) and not lease.pending
+    if ready == first and not lease.ended:
+        return
+    slots = np.array([member[first:ready] for member in lease.slots], np.int32).reshape(len(lease.slots), ready - first)
+    generations = np.array([member[first:ready] for member in lease.generations], np.uint32).reshape(slots.shape)
+    units = np.where(slots > 0, state.dram.units[np.maximum(slots, 0)], 0).astype(np.uint32)
+    if lease.ended:
+        lease.hashes = None
+    state.decide(Granted(lease.session, lease.id, first, units, generations, lease.reason if lease.ended else None))
+
+
+def drop(state: State, lease: Lease) -> None:
+    """Release a lease and forget it, wherever it is listed."""
+    close(state, lease)
+    if (session := state.sessions.get(lease.session)) and session.leases.get(lease.id) is lease:
+        del session.leases[lease.id]
+    for group in state.groups.values():
+        if group.leases.get(lease.id) is lease:
+            del group.leases[lease.id]

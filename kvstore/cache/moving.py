@@ -1,0 +1,301 @@
+"""Where bytes go: making room, eviction, and the copies down to nvme.
+
+Room is made at once or not at all: free slots, then an unassigned extent, then the coldest evictable leaf, then a whole cold extent of
+another size. A dram victim with a copy on nvme is just dropped. Of the coldest few, one with a copy below goes before one without; when
+none of them has one, the coldest is dropped all the same and counted. An nvme slot is reusable only once its record is deleted, so a stock
+of free ones is kept ahead: the staging slots of the edge from dram to nvme.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.cache import leases
+from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
+from kvstore.cache.messages import UNIT_BYTES, AssignExtent, EndReason, NoticeKind, StartWrite, Tier
+from kvstore.cache.slots import DIRTY, SlotIds, SlotState, SlotTable
+from kvstore.cache.state import State, TransferKind
+
+CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
+STAGING_SLOTS = 64  # nvme slots kept free ahead of writes, per size; at most a 16th of the size's slots
+FREE_ROWS_LOOKED_AT = 4096  # blocks: a search for a row to free gives up after so many that are held in another tier
+DESCENDANTS_FIRST = 16_384  # blocks put first in line when an ancestor goes by force: 10 ms of work at most
+
+
+def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: SlotState) -> list[int]:
+    """Up to `wanted` slots of this size, in state `becomes`. Fewer only when everything else is held."""
+    table = state.tables[tier]
+    got: list[int] = []
+    while len(got) < wanted:
+        slot = table.take_free(slot_units, becomes)
+        if not slot and (assign_extent(state, table, slot_units) or evict_one(state, tier, slot_units)):
+            slot = table.take_free(slot_units, becomes)
+        if not slot and take_cold_extent(state, table, slot_units):
+            slot = table.take_free(slot_units, becomes)
+        if not slot:
+            break
+        got.append(slot)
+    return got
+
+
+def assign_extent(state: State, table: SlotTable, slot_units: int) -> bool:
+    """Give an unassigned (or idle) extent to this slot size."""
+    extent = table.unassigned_extent()
+    if extent is None or not table.assign(extent, slot_units):
+        return False
+    state.decide(AssignExtent(table.tier, extent, slot_units))
+    return True
+
+
+def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
+    """Evict the coldest leaf of this size from the tier. On nvme the slot is reusable only after its record is deleted."""
+    slot = choose_victim(state, tier, slot_units)
+    if not slot:
+        return False
+    evict(state, tier, slot)
+    return True
+
+
+def choose_victim(state: State, tier: Tier, slot_units: int) -> int:
+    """The coldest evictable slot; in dram, while writes go down, the coldest of a few that has a copy below."""
+    candidates = state.candidates(tier, slot_units)
+    if tier is not Tier.DRAM or state.nvme is None or state.sizes.nvme_write == "off":
+        return candidates.pop()
+    on_nvme, row_at = state.index.slot_at[Tier.NVME], state.dram.row_at
+    passed: list[int] = []
+    victim = 0
+    while len(passed) < CLEAN_RESERVE and (slot := candidates.pop()):
+        if on_nvme[row_at[slot]]:
+            victim = slot
+            break
+        passed.append(slot)
+    if not victim and passed:
+        victim = passed.pop(0)
+        state.counters["dropped_before_written"] += 1
+    for slot in passed:
+        candidates.expose(slot)
+    return victim
+
+
+def evict(state: State, tier: Tier, slot: int) -> None:
+    """Take an unheld leaf out of one tier."""
+    table = state.tables[tier]
+    row = table.row_at[slot]
+    state.counters[f"evicted_{tier.name.lower()}"] += 1
+    state.story.tell(state.index.word(row), "evict", slot, tier)
+    _leave_tier(state, tier, row, slot)
+    state.index.drop_if_empty(row)
+
+
+def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
+    """The block in `row` is no longer in this slot. The row itself is left to the caller."""
+    table, index = state.tables[tier], state.index
+    state.notice(NoticeKind.REMOVED, tier, row)
+    parent = index.parent_at[row]
+    index.displace(tier, row)
+    table.row_at[slot] = 0
+    table.flags_at[slot] &= ~DIRTY
+    if tier is Tier.NVME:
+        table.become(slot, SlotState.DOOMED)
+        state.settle(table, slot)
+    elif table.is_held(slot):
+        table.become(slot, SlotState.DOOMED)
+    else:
+        table.become(slot, SlotState.FREE)
+    if parent and (above := index.slot_at[tier][parent]):
+        state.expose(tier, above)
+
+
+def remove(state: State, row: int) -> int:
+    """Take a block out of every tier by force; held slots become doomed. Its descendants go first in line. Returns tiers left."""
+    index = state.index
+    left = 0
+    for transfers in (state.reading, state.writing):
+        if transfer := transfers.pop(row, None):
+            transfer.row = 0
+            leases.fail_waiters(state, transfer, EndReason.FAILED)
+    for tier in index.tiers:
+        if slot := index.slot_at[tier][row]:
+            _leave_tier(state, tier, row, slot)
+            left += 1
+    index.flags_at[row] &= ~HAS_CHECKSUM
+    _descendants_first(state, row)
+    index.drop_if_empty(row)
+    return left
+
+
+def _descendants_first(state: State, row: int) -> None:
+    below = state.index.children_of(row)
+    for _ in range(DESCENDANTS_FIRST):
+        if not below:
+            return
+        child = below.pop()
+        below.extend(state.index.children_of(child))
+        for tier in state.index.tiers:
+            if slot := state.index.slot_at[tier][child]:
+                state.policies[tier].first_in_line(slot)
+                state.expose(tier, slot)
+
+
+def free_rows(state: State, wanted: int) -> bool:
+    """Make index rows free by evicting blocks from every tier, coldest leaves of the lowest tier first. False after a bounded search."""
+    for tier in reversed(state.index.tiers):
+        for slot_units in np.unique(state.tables[tier].extent_slot_units).tolist():
+            candidates = state.candidates(tier, slot_units) if slot_units else None
+            passed: list[int] = []
+            while candidates and state.index.room < wanted and len(passed) < FREE_ROWS_LOOKED_AT and (slot := candidates.pop()):
+                if not _evict_everywhere(state, state.tables[tier].row_at[slot]):
+                    passed.append(slot)
+            for slot in passed:
+                state.expose(tier, slot)
+    return state.index.room >= wanted
+
+
+def _evict_everywhere(state: State, row: int) -> bool:
+    copies = [(tier, slot) for tier in state.index.tiers if (slot := state.index.slot_at[tier][row])]
+    for tier, slot in copies:
+        if not state.candidates(tier, state.tables[tier].slot_units_of(slot)).evictable(slot):
+            return False
+    for tier, slot in copies:
+        evict(state, tier, slot)
+    return True
+
+
+# ---- whole extents
+
+
+def take_cold_extent(state: State, table: SlotTable, slot_units: int) -> bool:
+    """Empty the coldest unheld extent of another size, and give it to this one. On nvme it is usable only after its deletes."""
+    for extent in _extents_by_age(state, table, slot_units):
+        rows = _closure(state, table, extent)
+        if rows is None:
+            continue
+        for row in rows:
+            evict(state, table.tier, state.index.slot_at[table.tier][row])
+        state.counters["extents_reassigned"] += 1
+        return assign_extent(state, table, slot_units)
+    return False
+
+
+def _extents_by_age(state: State, table: SlotTable, slot_units: int) -> list[int]:
+    """Assigned extents of other sizes without a held slot, coldest last use first."""
+    found = []
+    for extent in np.flatnonzero((table.extent_slot_units > 0) & (table.extent_slot_units != slot_units)):
+        slots = _slots_of_extent(table, int(extent))
+        states = table.state[slots]
+        live = states == SlotState.LIVE
+        held = (table.holds[slots] > 0) | (table.transfers[slots] > 0) | ~(live | (states == SlotState.FREE))
+        if not held.any():
+            used = state.policies[table.tier].ranks(slots[live])
+            found.append((int(used.max()) if used.size else 0, int(extent)))
+    return [extent for _, extent in sorted(found)]
+
+
+def _slots_of_extent(table: SlotTable, extent: int) -> SlotIds:
+    first = int(table.extent_first[extent])
+    return np.arange(first, first + table.extent_units // int(table.extent_slot_units[extent]), dtype=np.int32)
+
+
+def _closure(state: State, table: SlotTable, extent: int) -> list[int] | None:
+    """Rows of the extent's blocks and all that hangs below them in this tier, deepest first; None where one is held."""
+    index, slot_at = state.index, state.index.slot_at[table.tier]
+    slots = _slots_of_extent(table, extent)
+    ordered: list[int] = []
+    seen: set[int] = set()
+    stack = table.row[slots[table.state[slots] == SlotState.LIVE]].tolist()
+    while stack:
+        row = stack.pop()
+        if row < 0:  # all below this row is listed
+            ordered.append(-row)
+        elif row not in seen:
+            if table.is_held(slot_at[row]):
+                return None
+            seen.add(row)
+            stack.append(-row)
+            stack.extend(child for child in index.children_of(row) if slot_at[child] and child not in seen)
+    return ordered
+
+
+# ---- transfers
+
+
+def next_writes(state: State, limit: int) -> list[StartWrite]:
+    """Up to `limit` blocks to copy down now. The mover asks when it has room; nothing is started otherwise."""
+    if state.nvme is None or state.sizes.nvme_write == "off" or state.now < state.writes_paused_until:
+        return []
+    if state.sizes.nvme_write == "on_evict":
+        _queue_coldest(state, limit)
+    started: list[StartWrite] = []
+    while len(started) < limit and (slot := state.to_write.peek()) and (write := _start_write(state, slot)):
+        state.to_write.pop()
+        started.append(write)
+    return started
+
+
+def _queue_coldest(state: State, limit: int) -> None:
+    """on_evict: of the coldest evictable dram blocks, queue those without a copy below."""
+    for slot_units in np.unique(state.dram.extent_slot_units):
+        if not slot_units:
+            continue
+        candidates = state.candidates(Tier.DRAM, int(slot_units))
+        looked: list[int] = []
+        free = len(state.dram.free.get(int(slot_units), ()))
+        while len(looked) + free < CLEAN_RESERVE and (slot := candidates.pop()):
+            looked.append(slot)
+        for slot in looked:
+            candidates.expose(slot)
+            if not state.index.slot_at[Tier.NVME][state.dram.row_at[slot]] and len(state.to_write) < limit:
+                state.to_write.add(slot)
+
+
+def _start_write(state: State, slot: int) -> StartWrite | None:
+    table, index = state.nvme, state.index
+    if table is None:
+        return None
+    row = state.dram.row_at[slot]
+    slot_units = state.dram.slot_units_of(slot)
+    target = table.take_free(slot_units, SlotState.FILLING)
+    if not target and assign_extent(state, table, slot_units):
+        target = table.take_free(slot_units, SlotState.FILLING)
+    keep_staging(state, table, slot_units)
+    if not target:
+        return None
+    transfer = state.new_transfer(TransferKind.WRITE, row, slot, target)
+    state.writing[row] = transfer
+    state.dram.busy(slot, 1)
+    table.busy(target, 1)
+    low, high = index.checksum[row].tolist()
+    checksum = (low, high) if index.flags_at[row] & HAS_CHECKSUM else None
+    namespace, parent = index.namespace_at[row], index.hash_bytes(index.parent_at[row])
+    return StartWrite(
+        transfer.id, namespace, index.hash_bytes(row), parent,
+        state.dram.units_at[slot], table.units_at[target], table.generation_at[target], checksum,
+    )
+
+
+def keep_staging(state: State, table: SlotTable, slot_units: int) -> None:
+    """Evict ahead so that some nvme slots of this size are free (or soon will be) for the next writes."""
+    extents = int(np.count_nonzero(table.extent_slot_units == slot_units))
+    wanted = min(STAGING_SLOTS, max(1, extents * (table.extent_units // slot_units) // 16))
+    unassigned = int(np.count_nonzero(table.extent_slot_units == 0)) * (table.extent_units // slot_units)
+    coming = table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES)
+    short = wanted - len(table.free.get(slot_units, ())) - unassigned - coming
+    victims = 0
+    while victims < short and evict_one(state, Tier.NVME, slot_units):
+        victims += 1
+    if short > 0 and not victims and not coming and not table.free.get(slot_units):
+        take_cold_extent(state, table, slot_units)
+
+
+def needs_row(state: State) -> bool:
+    """See to one free index row (and one for a ghost parent); False when everything is held."""
+    return state.index.room >= 2 or free_rows(state, 2)
+
+
+def ghost(state: State, namespace: int, parent: bytes) -> int:
+    """The row of a parent hash, made without bytes where it is unknown."""
+    return state.index.find_one(namespace, parent) or state.index.add_one(namespace, parent)
+
+
+def is_in_flight(state: State, row: int) -> bool:
+    return bool(state.index.flags_at[row] & IN_FLIGHT)

@@ -1,0 +1,335 @@
+"""Lookup, acquire, claim, release: how far a prefix reaches, and the leases on it."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache import leases
+from kvstore.cache.index import PINNED, Rows
+from kvstore.cache.messages import (
+    Acquire,
+    Acquired,
+    Claim,
+    Claimed,
+    Done,
+    EndReason,
+    Hashes,
+    Keep,
+    KeepKind,
+    Looked,
+    Priority,
+    Refused,
+    Release,
+    StartRead,
+    Tier,
+)
+from kvstore.cache.moving import is_in_flight, make_room
+from kvstore.cache.sessions import group_of, may_hold, open_session
+from kvstore.cache.slots import SlotState
+from kvstore.cache.state import HOLE, Lease, Session, State, Transfer, TransferKind
+
+NOT_NEEDED = 255  # a tier code: this member keeps only a window, and the block lies before it
+
+
+def complete_prefix(present: list[NDArray[np.bool_]], keeps: list[Keep]) -> int:
+    """The longest prefix for which every member has what it keeps. `present[m]` [n] says which blocks member m has."""
+    longest = len(present[0])
+    fits = np.ones(longest + 1, bool)
+    lengths = np.arange(longest + 1)
+    for has, keep in zip(present, keeps, strict=True):
+        if keep.kind is KeepKind.ALL:
+            fits &= lengths <= (longest if has.all() else int(np.argmin(has)))
+        else:
+            last_gap = np.maximum.accumulate(np.concatenate([[-1], np.where(has, -1, np.arange(longest))]))
+            run = lengths - 1 - last_gap  # blocks without a gap just before each length
+            need = 1 if keep.kind is KeepKind.STATE else keep.window_blocks
+            fits &= run >= np.minimum(need, lengths)
+    return int(np.flatnonzero(fits)[-1])
+
+
+def members_of(state: State, tenant: str, namespace: int, group: str) -> tuple[int, ...] | Refused:
+    """The namespaces that an operation on a namespace or a group is about."""
+    if group:
+        found = state.groups.get((tenant, group))
+        return found.namespaces if found else Refused("NOT_FOUND", f"group {group!r} is not known; JoinGroup makes it")
+    if not 0 < namespace < len(state.namespaces) or state.spec(namespace).tenant != tenant:
+        return Refused("NOT_FOUND", f"namespace {namespace} is not open; call OpenNamespace first")
+    return (namespace,)
+
+
+def _present(state: State, rows: Rows) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.zeros(len(rows), bool)
+    for tier in state.index.tiers:
+        found |= state.index.slot[tier][rows] > 0
+    return found & (rows > 0)
+
+
+def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
+    """How far the prefix reaches and in which tier each block is. Changes nothing."""
+    members = members_of(state, tenant, namespace, group)
+    if isinstance(members, Refused):
+        return members
+    rows = [state.index.find(member, hashes) for member in members]
+    keeps = [state.keep(member) for member in members]
+    blocks = complete_prefix([_present(state, mine) for mine in rows], keeps)
+    codes = []
+    for mine, keep in zip(rows, keeps, strict=True):
+        code = np.full(blocks, NOT_NEEDED, np.uint8)
+        for tier in sorted(state.index.tiers, reverse=True):
+            code[state.index.slot[tier][mine[:blocks]] > 0] = tier
+        code[: keep.first_needed(blocks)] = NOT_NEEDED
+        codes.append(code)
+    return Looked(blocks, tuple(codes))
+
+
+# ---- acquire
+
+
+def acquire(state: State, request: Acquire) -> Acquired | Refused:
+    """Lease what is here of a prefix, and start to bring up what is below."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    members = members_of(state, session.tenant, request.namespace, request.group)
+    if isinstance(members, Refused):
+        return members
+    group = group_of(state, session, request.group)
+    if request.lease in session.leases or (group and request.lease in group.leases):
+        return Refused("ALREADY_EXISTS", f"lease {request.lease} is in use; choose another id or release it")
+    empty = [array("i") for _ in members]
+    lease = Lease(request.lease, session.id, request.group, members, empty, [array("I") for _ in members], ended=False)
+    lease.deadline_at = request.deadline_at
+    lease.whole = any(state.keep(member).kind is not KeepKind.ALL for member in members)
+    session.leases[lease.id] = lease
+    if group:
+        group.leases[lease.id] = lease
+    plan(state, session, lease, request.hashes, len(request.hashes))
+    return Acquired(lease.id, len(lease), lease.reason)
+
+
+def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: int, loads: bool = True) -> None:
+    """Fill an empty lease: hold what is in dram, take slots for what must come up; shorten until all of it fits."""
+    rows = [state.index.find(member, hashes) for member in lease.namespaces]
+    keeps = [state.keep(member) for member in lease.namespaces]
+    present = [_present(state, mine) if loads else state.index.slot[Tier.DRAM][mine] > 0 for mine in rows]
+    length = complete_prefix(present, keeps)
+    reason = _why_short(state, rows, length, asked)
+    while True:
+        for slots, generations, keep in zip(lease.slots, lease.generations, keeps, strict=True):
+            holes = keep.first_needed(length)
+            slots.extend([HOLE] * holes + [0] * (length - holes))
+            generations.extend([0] * length)
+        reached, why, targets = _take(state, session, lease, rows, length)
+        if reached == length:
+            break
+        for _, _, slot in targets:
+            state.dram.become(slot, SlotState.FREE)
+        lease.pending = sum(member.count(0) for member in lease.slots)  # so that the cut books them out
+        leases.cut(state, lease, 0, why)
+        length, reason = complete_prefix([mine[:reached] for mine in present], keeps), why
+    lease.reason = reason
+    lease.pending = sum(member.count(0) for member in lease.slots)
+    lease.hashes = hashes if lease.whole and lease.pending else None
+    for member, position, slot in targets:
+        start_read(state, int(rows[member][position]), slot, Priority.DEMAND, lease.deadline_at)
+    _wait_for_loads(state, lease, rows)
+    state.advanced.append(lease)
+
+
+def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length: int) -> tuple[int, EndReason, list[tuple[int, int, int]]]:
+    """Hold dram copies first, so that making room cannot take them; then a target slot for each load that nobody has begun."""
+    in_dram = state.index.slot_at[Tier.DRAM]
+    for position in range(length):
+        for member, slots in enumerate(lease.slots):
+            slot = in_dram[rows[member][position]]
+            if slots[position] == 0 and slot:
+                if not may_hold(state, session, [slot]):
+                    return position, EndReason.LIMIT, []
+                leases.put(state, lease, member, position, slot)
+                use(state, int(rows[member][position]))
+    targets: list[tuple[int, int, int]] = []
+    for position in range(length):
+        for member, slots in enumerate(lease.slots):
+            row = int(rows[member][position])
+            if slots[position] or row in state.reading:
+                continue
+            slot_units = state.spec(lease.namespaces[member]).slot_units
+            got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.FILLING) if may_hold(state, session, [], slot_units) else []
+            if not got:
+                return position, EndReason.NO_ROOM, targets
+            targets.append((member, position, got[0]))
+    return length, EndReason.COMPLETE, targets
+
+
+def _wait_for_loads(state: State, lease: Lease, rows: list[Rows]) -> None:
+    if not lease.pending:
+        return
+    state.waiting.append(lease)
+    for member, slots in enumerate(lease.slots):
+        for position, slot in enumerate(slots):
+            if slot == 0:
+                row = int(rows[member][position])
+                state.reading[row].waiters.append((lease, member, position))
+                use(state, row)
+
+
+def _why_short(state: State, rows: list[Rows], length: int, asked: int) -> EndReason:
+    if length == asked:
+        return EndReason.COMPLETE
+    return EndReason.IN_FLIGHT if any(is_in_flight(state, int(mine[length])) for mine in rows if length < len(mine)) else EndReason.MISSING
+
+
+def use(state: State, row: int) -> None:
+    """A block was asked for: it is recent in every tier that has it."""
+    for tier in state.index.tiers:
+        if slot := state.index.slot_at[tier][row]:
+            state.touch(tier, slot)
+
+
+def start_read(state: State, row: int, target: int, priority: Priority, deadline_at: float) -> Transfer:
+    """Begin to bring a block from nvme into a FILLING dram slot."""
+    index, nvme = state.index, state.tables[Tier.NVME]
+    source = index.slot_at[Tier.NVME][row]
+    transfer = state.new_transfer(TransferKind.READ, row, source, target)
+    transfer.priority = priority
+    state.reading[row] = transfer
+    nvme.busy(source, 1)
+    state.dram.busy(target, 1)
+    low, high = index.checksum[row].tolist()
+    state.decide(
+        StartRead(
+            transfer.id,
+            priority,
+            index.namespace_at[row],
+            index.hash_bytes(row),
+            nvme.units_at[source],
+            state.dram.units_at[target],
+            (low, high),
+            deadline_at,
+        )
+    )
+    return transfer
+
+
+def settle_leases(state: State) -> None:
+    """Before decisions are taken: plan whole leases again that a failed load has shortened, then grant what is ready."""
+    for lease in state.advanced:
+        if lease.whole and not lease.closed and not lease.ended and not lease.pending and lease.cut_at < len(lease):
+            _plan_again(state, lease)
+    for lease in state.advanced:
+        leases.grant(state, lease)
+    state.advanced.clear()
+    state.waiting = [lease for lease in state.waiting if lease.pending and not lease.closed]
+
+
+def _plan_again(state: State, lease: Lease, loads: bool = True) -> None:
+    hashes, session = lease.hashes, leases.holder(state, lease)
+    at, lease.cut_at = lease.cut_at, 1 << 30
+    leases.cut(state, lease, 0, EndReason.FAILED)
+    if hashes is not None and session is not None:
+        plan(state, session, lease, hashes[:at], len(hashes[:at]), loads)
+        lease.reason = EndReason.FAILED
+
+
+def expire(state: State) -> None:
+    """Leases past their deadline get what is there; late loads still fill the cache, but not the lease."""
+    for lease in state.waiting:
+        if not lease.pending or lease.closed or lease.deadline_at > state.now:
+            continue
+        first = min(member.index(0) for member in lease.slots if 0 in member)
+        if lease.whole:
+            for member in lease.slots:
+                while 0 in member:
+                    member[member.index(0)] = HOLE
+                    lease.pending -= 1
+            lease.cut_at = first
+            _plan_again(state, lease, loads=False)
+        else:
+            leases.cut(state, lease, first, EndReason.DEADLINE)
+        lease.reason = EndReason.DEADLINE
+        state.counters["acquire_deadlines"] += 1
+
+
+# ---- claim, release, prefetch, pin
+
+
+def claim(state: State, request: Claim) -> Claimed | Refused:
+    """One member's slots of a lease that the group holds; this session now holds them too."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    group = group_of(state, session, request.group)
+    lease = group.leases.get(request.lease) if group else None
+    if group is None or lease is None:
+        return Refused("NOT_FOUND", f"no lease {request.lease} in group {request.group!r}; it was released, or JoinGroup is missing")
+    if request.namespace not in lease.namespaces:
+        return Refused("INVALID_ARGUMENT", f"namespace {request.namespace} is no member of group {request.group!r}")
+    if not lease.ended:
+        return Refused("FAILED_PRECONDITION", f"lease {request.lease} is still being granted; claim it after its last grant")
+    own = lease
+    if lease.session != session.id:
+        if request.lease in session.leases:
+            return Refused("ALREADY_EXISTS", f"lease {request.lease} is already claimed")
+        member = lease.namespaces.index(request.namespace)
+        own = Lease(lease.id, session.id, "", (request.namespace,), [array("i", lease.slots[member])], [lease.generations[member][:]])
+        own.granted = len(own)
+        session.leases[own.id] = own
+        for slot in own.slots[0]:
+            if slot > 0:
+                state.hold_for(session, slot)
+    slots = np.array(own.slots[own.namespaces.index(request.namespace)], np.int32)
+    generations = np.array(own.generations[own.namespaces.index(request.namespace)], np.uint32)
+    return Claimed(lease.id, np.where(slots > 0, state.dram.units[np.maximum(slots, 0)], 0).astype(np.uint32), generations)
+
+
+def release(state: State, request: Release) -> Done | Refused:
+    """End a lease of this session, or else its group's, whole or from its tail."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    lease = session.leases.get(request.lease)
+    groups = [group for group in state.groups.values() if session.id in group.sessions and request.lease in group.leases]
+    if lease is None and groups:
+        lease = groups[0].leases[request.lease]
+    if lease is None:
+        return Done(0)
+    before = len(lease)
+    if request.keep_blocks:
+        leases.cut(state, lease, request.keep_blocks, EndReason.RELEASED)
+        return Done(before - len(lease))
+    leases.drop(state, lease)
+    return Done(before)
+
+
+def prefetch(state: State, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
+    """Start to bring leading blocks up without a lease. Answers (started, in dram already)."""
+    started = present = 0
+    for row in state.index.find(namespace, hashes).tolist():
+        if state.index.slot_at[Tier.DRAM][row] or row in state.reading:
+            present += 1
+            use(state, row)
+        elif row and Tier.NVME in state.tables and state.index.slot_at[Tier.NVME][row]:
+            got = make_room(state, Tier.DRAM, state.spec(namespace).slot_units, 1, SlotState.FILLING)
+            if not got:
+                break
+            start_read(state, row, got[0], Priority.PREFETCH, deadline_at)
+            started += 1
+        else:
+            break
+    return started, present
+
+
+def pin(state: State, namespace: int, hashes: Hashes, on: bool) -> Done:
+    """Have blocks evicted only after all that are not pinned (or as usual again). Answers how many changed."""
+    changed = 0
+    for row in state.index.find(namespace, hashes).tolist():
+        if row and state.index.stored(row) and bool(state.index.flags_at[row] & PINNED) != on:
+            state.index.flags_at[row] ^= PINNED
+            changed += 1
+            for tier in state.index.tiers:
+                if slot := state.index.slot_at[tier][row]:
+                    state.expose(tier, slot)
+    return Done(changed)

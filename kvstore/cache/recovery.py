@@ -1,0 +1,175 @@
+"""Beginnings and endings of whole sets of blocks: what was found on disk, what survivors of an earlier daemon hold, clear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache.index import HAS_CHECKSUM
+from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
+from kvstore.cache.moving import remove
+from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
+from kvstore.cache.state import State
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """What a Clear removed. `held_blocks` are no longer findable but still held by a session; they are freed with its leases."""
+
+    blocks: int
+    dram_bytes: int
+    nvme_bytes: int
+    held_blocks: int
+
+
+def recover(state: State, found: Recovered) -> int:
+    """Put the blocks of an nvme directory into an empty index. Answers how many; the records of the others are deleted."""
+    nvme, index = state.tables[Tier.NVME], state.index
+    slot_units = np.array([0] + [state.spec(i).slot_units for i in range(1, len(state.namespaces))], np.int32)[found.namespaces]
+    slots = _assign_extents(nvme, found.units, slot_units)
+    kept = np.flatnonzero(_usable(state, found, slots))
+    slots, namespaces, hashes, parents = slots[kept], found.namespaces[kept], found.hashes[kept], found.parents[kept]
+    _take_slots(nvme, slots, SlotState.LIVE)
+    nvme.generation[slots] = found.generations[kept]
+    rows = np.zeros(len(kept), np.int32)
+    for namespace in np.unique(namespaces):
+        mine = np.flatnonzero(namespaces == namespace)
+        rows[mine] = index.add(int(namespace), hashes[mine])
+    index.checksum[rows] = found.checksums[kept]
+    index.flags[rows] |= HAS_CHECKSUM
+    index.slot[Tier.NVME][rows] = slots
+    nvme.row[slots] = rows
+    nvme.flags[slots] = SUSPECT if found.suspect else 0
+    above = _parents(state, namespaces, parents)
+    if len(rows):
+        index.link_all(rows, above)
+        np.add.at(index.children[Tier.NVME], above, 1)
+    _quarantine(nvme, found.quarantined_units)
+    _delete_the_rest(state, found, kept)
+    state.counters["recovered"] += len(kept)
+    return len(kept)
+
+
+def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]) -> SlotIds:
+    """Cut each extent into the size of the first block found in it; blocks of another size there get slot 0."""
+    extents = units // nvme.extent_units
+    inside = (extents < nvme.extent_count) & (slot_units > 0)
+    first_of, first_at = np.unique(extents[inside], return_index=True)
+    for extent, size in zip(first_of.tolist(), slot_units[inside][first_at].tolist(), strict=True):
+        nvme.assign(extent, size)
+    slots = np.where(inside, nvme.locate_all(units), 0)
+    size_there = nvme.extent_slot_units[np.where(inside, extents, 0)]
+    return np.where(size_there == slot_units, slots, 0).astype(np.int32)
+
+
+def _usable(state: State, found: Recovered, slots: SlotIds) -> NDArray[np.bool_]:
+    """Blocks with a slot of their own and a key of their own, as many as the index holds (with room for their parents' ghosts)."""
+    good = slots > 0
+    keys = np.concatenate([found.namespaces[:, None].astype("<u8"), found.hashes], axis=1)
+    _, first_key = np.unique(np.ascontiguousarray(keys).view(np.dtype((np.void, 40))).ravel(), return_index=True)
+    _, first_slot = np.unique(slots, return_index=True)
+    for first in (first_key, first_slot):
+        once = np.zeros(len(slots), bool)
+        once[first] = True
+        good &= once
+    distinct_parents = len(np.unique(np.ascontiguousarray(found.parents).view(np.dtype((np.void, 32))).ravel()))
+    room = state.index.room - distinct_parents
+    good &= np.cumsum(good) <= max(room, state.index.room // 2)
+    return good
+
+
+def _take_slots(table: SlotTable, slots: SlotIds, state: SlotState) -> None:
+    """Move many free slots into a state at once."""
+    table.state[slots] = state
+    extents = table.units[slots] // table.extent_units
+    np.add.at(table.extent_used, extents, 1)
+    sizes = table.extent_slot_units[extents].astype(np.int64) * UNIT_BYTES
+    table.bytes_in[SlotState.FREE] -= int(sizes.sum())
+    table.bytes_in[state] += int(sizes.sum())
+    table.blocks += len(slots) if state is SlotState.LIVE else 0
+    for size, stack in table.free.items():
+        left = np.frombuffer(stack, np.int32)
+        table.free[size] = type(stack)("i", left[table.state[left] == SlotState.FREE].tobytes())
+
+
+def _parents(state: State, namespaces: NDArray[np.int32], parents: Hashes) -> NDArray[np.int32]:
+    """The row of each block's parent; ghosts are made for those that are not there."""
+    rows = state.index.find_each(namespaces, parents)
+    for namespace in np.unique(namespaces[rows == 0]):
+        missing = np.flatnonzero((namespaces == namespace) & (rows == 0))
+        packed = np.ascontiguousarray(parents[missing]).view(np.dtype((np.void, 32))).ravel()
+        distinct, which = np.unique(packed, return_inverse=True)
+        ghosts = state.index.add(int(namespace), distinct.view("<u8").reshape(-1, 4))
+        rows[missing] = ghosts[which]
+    return rows
+
+
+def _quarantine(nvme: SlotTable, units: Units) -> None:
+    slots = nvme.locate_all(units)
+    slots = slots[(slots > 0) & (nvme.state[slots] == SlotState.FREE)]
+    _take_slots(nvme, np.unique(slots), SlotState.QUARANTINED)
+
+
+def _delete_the_rest(state: State, found: Recovered, kept: NDArray[np.int64]) -> None:
+    nvme = state.tables[Tier.NVME]
+    rest = np.ones(len(found.units), bool)
+    rest[kept] = False
+    slots = np.unique(nvme.locate_all(found.units[rest]))
+    for slot in slots[(slots > 0) & (nvme.state[slots] == SlotState.FREE)].tolist():
+        nvme.free[nvme.slot_units_of(slot)].remove(slot)
+        nvme.become(slot, SlotState.DOOMED)
+        state.delete_record(slot)
+
+
+# ---- survivors of an earlier daemon
+
+
+def survivors(state: State, units: Units, extent_slot_units: NDArray[np.int32]) -> int:
+    """Keep out of use what processes that outlived the last daemon may still touch. Call before anything else is in dram."""
+    dram = state.dram
+    for extent in np.unique(units // dram.extent_units).tolist():
+        if extent < len(extent_slot_units) and extent < dram.extent_count and extent_slot_units[extent] > 0:
+            dram.assign(extent, int(extent_slot_units[extent]))
+    slots = dram.locate_all(units)
+    slots = np.unique(slots[slots > 0])
+    _take_slots(dram, slots, SlotState.ORPHANED)
+    dram.held_bytes += sum(dram.slot_units_of(slot) for slot in slots.tolist()) * UNIT_BYTES
+    return len(slots)
+
+
+def survivors_gone(state: State, units: Units) -> None:
+    """Those processes are gone."""
+    for slot in np.unique(state.dram.locate_all(units)).tolist():
+        if slot and state.dram.state_at[slot] == SlotState.ORPHANED:
+            state.dram.become(slot, SlotState.FREE)
+
+
+# ---- clear
+
+
+def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
+    """Remove every block of these namespaces from every tier. `ClearFinished` follows when that is on disk."""
+    index = state.index
+    rows = index.rows()
+    rows = rows[np.isin(index.namespace[rows], namespaces)]
+    stored = [row for row in rows.tolist() if index.stored(row)]
+    bytes_in = dict.fromkeys(index.tiers, 0)
+    held = 0
+    waits = {transfer.id for transfer in state.transfers.values() if transfer.row and index.namespace_at[transfer.row] in namespaces}
+    for row in stored:
+        for tier in index.tiers:
+            if slot := index.slot_at[tier][row]:
+                bytes_in[tier] += state.tables[tier].slot_units_of(slot) * UNIT_BYTES
+                held += tier is Tier.DRAM and state.dram.holds_at[slot] > 0
+        remove(state, row)
+    waits |= state.flush_deletes()
+    if waits:
+        state.clears[clear_id] = waits
+    else:
+        state.decide(ClearFinished(clear_id))
+    for namespace in namespaces:
+        state.notice(NoticeKind.CLEARED, None, 0, namespace)
+    state.counters["cleared"] += len(stored)
+    return Cleared(len(stored), bytes_in[Tier.DRAM], bytes_in.get(Tier.NVME, 0), held)

@@ -1,0 +1,223 @@
+"""Sessions and groups: who may hold what, and what the end of a process means.
+
+A session that ends keeps all its holds as orphans: its keys are free at once, its slots only when its process is known to be gone. Until
+then a new session of the same client may take the holds over (`resume`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvstore.cache import leases
+from kvstore.cache.index import IN_FLIGHT
+from kvstore.cache.messages import UNIT_BYTES, Attach, Done, EndReason, NamespaceSpec, Refused, SessionEnded
+from kvstore.cache.slots import SlotState
+from kvstore.cache.state import Group, Session, State
+
+LOOP_LAG_S = 1.0  # ticks further apart than this mean that the daemon itself stood still; that silence is not the clients'
+
+
+def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
+    """The id of a namespace of this run; the same digest always answers the same id."""
+    key = spec.tenant.encode() + b"\0" + spec.digest
+    known = state.namespace_ids.get(key)
+    if known is not None:
+        if state.spec(known) != spec:
+            return Refused("FAILED_PRECONDITION", "this namespace is open with another window; close it or use another kv_group")
+        return known
+    if spec.slot_units > state.dram.extent_units:
+        size, limit = spec.slot_units * UNIT_BYTES, state.dram.extent_units * UNIT_BYTES
+        return Refused(
+            "OUT_OF_RANGE", f"a block of {size} bytes is larger than an extent ({limit}); raise dram.extent_bytes or use fewer tokens"
+        )
+    state.namespaces.append(spec)
+    state.namespace_ids[key] = len(state.namespaces) - 1
+    return len(state.namespaces) - 1
+
+
+def attach(state: State, request: Attach) -> Done | Refused:
+    """Begin a session, perhaps with the holds of an ended one."""
+    if request.session in state.sessions:
+        return Refused("ALREADY_EXISTS", f"session {request.session} exists")
+    if len(state.sessions) >= state.sizes.max_sessions:
+        return Refused(
+            "RESOURCE_EXHAUSTED", f"{state.sizes.max_sessions} sessions are attached, which is the limit; raise session.max_sessions"
+        )
+    old = state.sessions.get(request.resume) if request.resume else None
+    if request.resume and (old is None or not old.ended or old.tenant != request.tenant):
+        return Refused("NOT_FOUND", f"session {request.resume} has no holds to regain; attach without resume")
+    promised = sum(session.guarantee_bytes for session in state.sessions.values() if not session.ended)
+    if promised + request.guarantee_bytes > state.dram.capacity_bytes:
+        left = state.dram.capacity_bytes - promised
+        return Refused(
+            "RESOURCE_EXHAUSTED", f"{request.guarantee_bytes} bytes asked as guarantee, {left} are not promised yet; ask for less"
+        )
+    counts = np.zeros(state.dram.max_slots + 1, np.uint16)
+    session = Session(request.session, request.tenant, request.guarantee_bytes, request.limit_bytes, counts, state.now)
+    state.sessions[session.id] = session
+    if old is not None:
+        _take_over(state, old, session)
+    return Done()
+
+
+def _take_over(state: State, old: Session, new: Session) -> None:
+    new.counts, new.held_bytes, new.leases, new.reserved = old.counts, old.held_bytes, old.leases, old.reserved
+    for lease in new.leases.values():
+        lease.session = new.id
+    for slot in new.reserved:
+        state.dram.become(slot, SlotState.RESERVED)
+    for group in state.groups.values():
+        if old.id in group.sessions:
+            group.sessions.add(new.id)
+            group.sessions.discard(old.id)
+    del state.sessions[old.id]
+    state.mark_all(new)
+
+
+def join_group(state: State, session_id: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
+    """Become a member of a group; the first to come makes it."""
+    session = open_session(state, session_id)
+    if isinstance(session, Refused):
+        return session
+    for namespace in namespaces:
+        if not 0 < namespace < len(state.namespaces) or state.spec(namespace).tenant != session.tenant:
+            return Refused("NOT_FOUND", f"namespace {namespace} is not open; call OpenNamespace first")
+    if not name or not namespaces or len(set(namespaces)) != len(namespaces):
+        return Refused("INVALID_ARGUMENT", "a group needs a name and at least one namespace, each once")
+    group = state.groups.setdefault((session.tenant, name), Group(name, session.tenant, namespaces))
+    if group.namespaces != namespaces:
+        return Refused("FAILED_PRECONDITION", f"group {name!r} has the members {group.namespaces}, in this order; use them or another name")
+    group.sessions.add(session_id)
+    return Done(len(group.sessions))
+
+
+def open_session(state: State, session_id: int) -> Session | Refused:
+    """The session if it may still act."""
+    session = state.sessions.get(session_id)
+    if session is None or session.ended:
+        return Refused("FAILED_PRECONDITION", f"session {session_id} has ended; its leases are void: attach again, and drop what it held")
+    return session
+
+
+def group_of(state: State, session: Session, name: str) -> Group | None:
+    """The group if the session has joined it."""
+    group = state.groups.get((session.tenant, name)) if name else None
+    return group if group and session.id in group.sessions else None
+
+
+def may_hold(state: State, session: Session, slots: Iterable[int], more_units: int = 0) -> bool:
+    """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones."""
+    dram = state.dram
+    own = newly = more_units * UNIT_BYTES
+    for slot in slots:
+        size = dram.slot_units_of(slot) * UNIT_BYTES
+        own += 0 if session.counts[slot] else size
+        newly += 0 if dram.is_held(slot) else size
+    if session.limit_bytes and session.held_bytes + own > session.limit_bytes:
+        return False
+    if session.held_bytes + own <= session.guarantee_bytes:
+        return True
+    unmet = sum(
+        max(0, other.guarantee_bytes - other.held_bytes) for other in state.sessions.values() if other is not session and not other.ended
+    )
+    unheld = dram.capacity_bytes - dram.held_bytes - dram.bytes_in[SlotState.QUARANTINED]
+    return not unmet or unheld - newly >= unmet
+
+
+# ---- the end
+
+
+def session_lost(state: State, session_id: int, reason: str) -> None:
+    """The stream is gone, or silent too long: holds become orphans, reserved keys are free."""
+    session = state.sessions.get(session_id)
+    if session is None or session.ended:
+        return
+    session.ended = True
+    for lease in session.leases.values():
+        if not lease.ended:  # what was not granted will not be
+            leases.cut(state, lease, lease.granted, EndReason.RELEASED)
+            lease.ended = True
+    for slot in session.reserved:
+        free_key(state, slot)
+        state.dram.become(slot, SlotState.ORPHANED)
+    state.counters["sessions_lost"] += 1
+    state.decide(SessionEnded(session_id, reason, orphans=bool(session.held_bytes)))
+
+
+def free_key(state: State, slot: int) -> None:
+    """A reserved slot no longer stands for a key."""
+    row = state.dram.row_at[slot]
+    if row:
+        state.dram.row_at[slot] = 0
+        del state.writers[row]
+        state.index.flags_at[row] &= ~IN_FLIGHT
+        state.index.drop_if_empty(row)
+
+
+def process_gone(state: State, session_id: int) -> None:
+    """The process of an ended session no longer exists: nothing of it can touch a slot any more."""
+    session = state.sessions.get(session_id)
+    if session is None or not session.ended:
+        return
+    for lease in list(session.leases.values()):
+        group = state.groups.get((session.tenant, lease.group)) if lease.group else None
+        if group and any(other != session_id and not state.sessions[other].ended for other in group.sessions if other in state.sessions):
+            _leave_to_group(state, session, lease.id)
+        else:
+            leases.drop(state, lease)
+    for slot in list(session.reserved):
+        give_back(state, session, slot)
+    del state.sessions[session_id]
+    _leave_groups(state, session_id)
+
+
+def _leave_to_group(state: State, session: Session, lease_id: int) -> None:
+    lease = session.leases.pop(lease_id)
+    for member in lease.slots:
+        for slot in member:
+            if slot > 0:
+                state.count_for(session, slot, -1)
+    lease.session = 0
+
+
+def _leave_groups(state: State, session_id: int) -> None:
+    for key, group in list(state.groups.items()):
+        group.sessions.discard(session_id)
+        if not group.sessions:
+            for lease in list(group.leases.values()):
+                leases.drop(state, lease)
+            del state.groups[key]
+
+
+def detach(state: State, session_id: int) -> Done | Refused:
+    """The client has unmapped the arena: all its holds end now."""
+    session = open_session(state, session_id)
+    if isinstance(session, Refused):
+        return session
+    held = len(session.leases) + len(session.reserved)
+    session.ended = True
+    for slot in session.reserved:
+        free_key(state, slot)
+    state.decide(SessionEnded(session_id, "detached", orphans=False))
+    process_gone(state, session_id)
+    return Done(held)
+
+
+def give_back(state: State, session: Session, slot: int) -> None:
+    """A reserved (or orphaned) slot of a session is free again."""
+    del session.reserved[slot]
+    free_key(state, slot)
+    state.count_for(session, slot, -1)
+    state.dram.become(slot, SlotState.FREE)
+
+
+def hush(state: State, previous_tick_at: float) -> None:
+    """End sessions that have been silent too long. Time during which the daemon's own loop stood still does not count."""
+    lag = state.now - previous_tick_at
+    for session in list(state.sessions.values()):
+        if lag > LOOP_LAG_S:
+            session.heard_at += lag
+        elif not session.ended and state.now - session.heard_at > state.sizes.silence_s:
+            session_lost(state, session.id, f"silent for {state.sizes.silence_s:g} s")

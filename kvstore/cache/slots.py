@@ -1,0 +1,209 @@
+"""The slots of one tier: extents, size classes, and what each slot is doing.
+
+A tier is cut into extents of equal size; an extent holds slots of one size while it is assigned. Slot numbers are dense (an extent gets
+a range of them when it is assigned), 0 means "none". A slot's address is its offset in 4 KiB units; with its generation it names one tenure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cache.messages import UNIT_BYTES, Tier, Units
+
+SlotIds = NDArray[np.int32]
+
+SUSPECT = 1  # flag: found on disk after an unclean stop, so a mismatch may be a torn write
+DIRTY = 2  # flag: its block waits to be written to the tier below
+QUEUED = 4  # flag: is in the write queue, for this block or an earlier one
+
+
+class SlotState(IntEnum):
+    """What a slot is doing; every byte of a tier is in exactly one of these (rule: conserved)."""
+
+    UNASSIGNED = 0  # in no extent, or the rest of an extent that no slot fits into
+    FREE = 1
+    RESERVED = 2  # a session fills it
+    FILLING = 3  # a transfer fills it
+    LIVE = 4  # a block that can be found
+    DOOMED = 5  # removed, but still held, or its record not yet deleted
+    ORPHANED = 6  # reserved by a session that ended while its process may still write
+    QUARANTINED = 7  # returned wrong bytes
+
+
+class SlotTable:
+    """Arrays of one tier's slots. `bytes_in[state]` adds up to `capacity_bytes` at all times."""
+
+    def __init__(self, tier: Tier, capacity_units: int, extent_units: int, max_slots: int) -> None:
+        self.tier = tier
+        self.extent_units = extent_units
+        self.extent_count = capacity_units // extent_units
+        self.capacity_units = capacity_units
+        self.ready_units = capacity_units  # extents past this are not yet usable (memory not touched)
+        self.max_slots = max_slots
+        size = max_slots + 1
+        self.units = np.zeros(size, np.uint32)
+        self.row = np.zeros(size, np.int32)
+        self.generation = np.zeros(size, np.uint32)
+        self.holds = np.zeros(size, np.int32)  # leases and claims on it
+        self.transfers = np.zeros(size, np.int16)
+        self.state = np.zeros(size, np.uint8)
+        self.flags = np.zeros(size, np.uint8)
+        self.row_at, self.generation_at = self.row.data, self.generation.data
+        self.holds_at, self.transfers_at = self.holds.data, self.transfers.data
+        self.state_at, self.flags_at = self.state.data, self.flags.data
+        self.units_at = self.units.data
+        self.extent_slot_units = np.zeros(self.extent_count, np.int32)
+        self.extent_first = np.zeros(self.extent_count, np.int32)
+        self.extent_used = np.zeros(self.extent_count, np.int32)  # slots that are not FREE
+        self.free: dict[int, array[int]] = {}  # by slot_units
+        self.free_ids: list[tuple[int, int]] = [(1, max_slots)]  # (first, count), ordered
+        self.bytes_in = [0] * len(SlotState)
+        self.bytes_in[SlotState.UNASSIGNED] = capacity_units * UNIT_BYTES
+        self.held_bytes = 0  # of slots that eviction may not touch
+        self.blocks = 0  # LIVE slots
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.capacity_units * UNIT_BYTES
+
+    # ---- addresses
+
+    def extent_of(self, slot: int) -> int:
+        return self.units_at[slot] // self.extent_units
+
+    def slot_units_of(self, slot: int) -> int:
+        return int(self.extent_slot_units[self.units_at[slot] // self.extent_units])
+
+    def locate(self, units: int) -> int:
+        """The slot that begins at this unit; 0 where none does."""
+        extent, within = divmod(units, self.extent_units)
+        if extent >= self.extent_count:
+            return 0
+        slot_units = int(self.extent_slot_units[extent])
+        if not slot_units or within % slot_units or within + slot_units > self.extent_units:
+            return 0
+        return int(self.extent_first[extent]) + within // slot_units
+
+    def locate_all(self, units: Units) -> SlotIds:
+        """`locate` for many. [n]"""
+        extent, within = np.divmod(units.astype(np.int64), self.extent_units)
+        inside = extent < self.extent_count
+        extent = np.where(inside, extent, 0)
+        slot_units = np.maximum(self.extent_slot_units[extent], 1)
+        good = inside & (self.extent_slot_units[extent] > 0) & (within % slot_units == 0) & (within + slot_units <= self.extent_units)
+        return np.where(good, self.extent_first[extent] + within // slot_units, 0).astype(np.int32)
+
+    def slots_of_class(self, slot_units: int) -> SlotIds:
+        """All slots of one size, in extent order."""
+        extents = np.flatnonzero(self.extent_slot_units == slot_units)
+        per_extent = self.extent_units // slot_units
+        slots: SlotIds = (self.extent_first[extents][:, None] + np.arange(per_extent, dtype=np.int32)).ravel()
+        return slots
+
+    # ---- extents
+
+    def assign(self, extent: int, slot_units: int) -> bool:
+        """Cut an unassigned extent into free slots of this size. False when slot numbers ran out."""
+        count = self.extent_units // slot_units
+        place = next((i for i, (_, length) in enumerate(self.free_ids) if length >= count), None)
+        if place is None:
+            return False
+        first, length = self.free_ids[place]
+        self.free_ids[place : place + 1] = [(first + count, length - count)] if length > count else []
+        self.extent_slot_units[extent] = slot_units
+        self.extent_first[extent] = first
+        self.extent_used[extent] = 0
+        self.units[first : first + count] = extent * self.extent_units + slot_units * np.arange(count, dtype=np.uint32)
+        self.state[first : first + count] = SlotState.FREE
+        self.free.setdefault(slot_units, array("i")).extend(range(first + count - 1, first - 1, -1))
+        self._move_bytes(SlotState.UNASSIGNED, SlotState.FREE, count * slot_units * UNIT_BYTES)
+        return True
+
+    def unassign(self, extent: int) -> None:
+        """Give back an extent all of whose slots are free."""
+        slot_units = int(self.extent_slot_units[extent])
+        first, count = int(self.extent_first[extent]), self.extent_units // slot_units
+        self.free[slot_units] = array("i", [slot for slot in self.free[slot_units] if not first <= slot < first + count])
+        self.state[first : first + count] = SlotState.UNASSIGNED
+        self.extent_slot_units[extent] = 0
+        self._move_bytes(SlotState.FREE, SlotState.UNASSIGNED, count * slot_units * UNIT_BYTES)
+        self._free_id_range(first, count)
+
+    def _free_id_range(self, first: int, count: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self.free_ids, (first, count)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.free_ids = merged
+
+    def unassigned_extent(self) -> int | None:
+        """An extent to assign: a fresh one, else one whose slots are all free (given back first)."""
+        ready = self.ready_units // self.extent_units
+        fresh = np.flatnonzero(self.extent_slot_units[:ready] == 0)
+        if fresh.size:
+            return int(fresh[0])
+        idle = np.flatnonzero((self.extent_used[:ready] == 0) & (self.extent_slot_units[:ready] > 0))
+        if not idle.size:
+            return None
+        self.unassign(int(idle[0]))
+        return int(idle[0])
+
+    # ---- slots
+
+    def take_free(self, slot_units: int, state: SlotState) -> int:
+        """A free slot of this size, now in `state`, with a new generation; 0 when there is none."""
+        stack = self.free.get(slot_units)
+        if not stack:
+            return 0
+        slot = stack.pop()
+        self.generation_at[slot] = self.generation_at[slot] % 0xFFFFFFFF + 1  # 0 is never a generation: it marks holes
+        self.flags_at[slot] &= QUEUED
+        self.row_at[slot] = 0
+        self.become(slot, state)
+        return slot
+
+    def become(self, slot: int, state: SlotState) -> None:
+        """Move a slot from its state to another; a FREE one goes back on the stack."""
+        before = self.state_at[slot]
+        was_held = self.is_held(slot)
+        self.state_at[slot] = state
+        slot_bytes = self.slot_units_of(slot) * UNIT_BYTES
+        self._move_bytes(before, state, slot_bytes)
+        self.held_bytes += (self.is_held(slot) - was_held) * slot_bytes
+        self.blocks += (state == SlotState.LIVE) - (before == SlotState.LIVE)
+        if before == SlotState.FREE:
+            self.extent_used[self.extent_of(slot)] += 1
+        if state == SlotState.FREE:
+            self.extent_used[self.extent_of(slot)] -= 1
+            self.free[self.slot_units_of(slot)].append(slot)
+
+    def is_held(self, slot: int) -> bool:
+        """Whether eviction may not touch it: busy, or live with a lease or transfer on it."""
+        state = self.state_at[slot]
+        if state == SlotState.LIVE:
+            return self.holds_at[slot] > 0 or self.transfers_at[slot] > 0
+        return state not in (SlotState.UNASSIGNED, SlotState.FREE, SlotState.QUARANTINED)
+
+    def hold(self, slot: int, change: int) -> None:
+        """Add to (or take from) the leases on a slot."""
+        self._count(self.holds_at, slot, change)
+
+    def busy(self, slot: int, change: int) -> None:
+        """Add to (or take from) the transfers on a slot."""
+        self._count(self.transfers_at, slot, change)
+
+    def _count(self, counts: memoryview[int], slot: int, change: int) -> None:
+        was_held = self.is_held(slot)
+        counts[slot] += change
+        if self.is_held(slot) != was_held:
+            self.held_bytes += (-1 if was_held else 1) * self.slot_units_of(slot) * UNIT_BYTES
+
+    def _move_bytes(self, source: int, target: int, size_bytes: int) -> None:
+        self.bytes_in[source] -= size_bytes
+        self.bytes_in[target] += size_bytes

@@ -1,0 +1,208 @@
+"""Reserve, commit, abandon: how a block comes to be found."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from kvstore.cache import leases
+from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
+from kvstore.cache.messages import (
+    Abandon,
+    BlockOutcome,
+    Commit,
+    Committed,
+    Done,
+    Hashes,
+    NoticeKind,
+    Refused,
+    Reserve,
+    Reserved,
+    Tier,
+)
+from kvstore.cache.moving import ghost, make_room, needs_row
+from kvstore.cache.reading import members_of, use
+from kvstore.cache.sessions import free_key, give_back, may_hold, open_session
+from kvstore.cache.slots import SlotState
+from kvstore.cache.state import HOLE, Lease, Session, State
+
+
+def reserve(state: State, request: Reserve) -> Reserved | Refused:
+    """Slots to fill: `count` anonymous ones, or one for each hash that nobody has or is writing. Stops at the first failure."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    members = members_of(state, session.tenant, request.namespace, "")
+    if isinstance(members, Refused):
+        return members
+    if request.hashes is None:
+        return _reserve_anonymous(state, session, request)
+    return _reserve_named(state, session, request, request.hashes)
+
+
+def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Reserved:
+    slots: list[int] = []
+    outcome = BlockOutcome.SLOT
+    while len(slots) < request.count and outcome is BlockOutcome.SLOT:
+        outcome, slot = _take_slot(state, session, request)
+        if slot:
+            slots.append(slot)
+    outcomes = [BlockOutcome.SLOT] * len(slots) + ([] if outcome is BlockOutcome.SLOT else [outcome])
+    return Reserved(
+        request.reservation, np.array(outcomes, np.uint8), state.dram.units[slots], state.dram.generation[slots]
+    )
+
+
+def _take_slot(state: State, session: Session, request: Reserve) -> tuple[BlockOutcome, int]:
+    slot_units = state.spec(request.namespace).slot_units
+    if not may_hold(state, session, [], slot_units):
+        return BlockOutcome.LIMIT, 0
+    got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.RESERVED)
+    if not got:
+        state.counters["no_room"] += 1
+        return BlockOutcome.NO_ROOM, 0
+    session.reserved[got[0]] = request.reservation
+    state.count_for(session, got[0], 1)
+    return BlockOutcome.SLOT, got[0]
+
+
+def _reserve_named(state: State, session: Session, request: Reserve, hashes: Hashes) -> Reserved:
+    outcomes = np.zeros(len(hashes), np.uint8)
+    slots = np.zeros(len(hashes), np.int32)
+    for i in range(len(hashes)):
+        outcome, slot = _reserve_key(state, session, request, hashes[i].tobytes())
+        outcomes[i], slots[i] = outcome, slot
+        if outcome in (BlockOutcome.NO_ROOM, BlockOutcome.LIMIT):
+            break
+    generations = np.where(slots > 0, state.dram.generation[slots], 0).astype(np.uint32)
+    return Reserved(request.reservation, outcomes, np.where(slots > 0, state.dram.units[slots], 0).astype(np.uint32), generations)
+
+
+def _reserve_key(state: State, session: Session, request: Reserve, key: bytes) -> tuple[BlockOutcome, int]:
+    row = state.index.find_one(request.namespace, key)
+    if row and state.index.flags_at[row] & IN_FLIGHT:
+        return BlockOutcome.IN_FLIGHT, 0
+    if row and state.index.stored(row):
+        use(state, row)
+        return BlockOutcome.EXISTS, 0
+    outcome, slot = _take_slot(state, session, request)
+    if slot:
+        if not needs_row(state):
+            give_back(state, session, slot)
+            return BlockOutcome.NO_ROOM, 0
+        row = state.index.find_one(request.namespace, key) or state.index.add_one(request.namespace, key)
+        state.index.flags_at[row] |= IN_FLIGHT
+        state.writers[row] = slot
+        state.dram.row_at[slot] = row
+    return outcome, slot
+
+
+# ---- commit
+
+
+def commit(state: State, request: Commit) -> Committed | Refused:
+    """Make filled slots visible, in order, each with its own outcome, and hold them under the lease."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    members = members_of(state, session.tenant, request.namespace, "")
+    if isinstance(members, Refused):
+        return members
+    lease = _lease_for(session, request)
+    if isinstance(lease, Refused):
+        return lease
+    count = len(request.hashes)
+    outcomes, shared = np.zeros(count, np.uint8), np.zeros(count, np.int32)
+    slots = state.dram.locate_all(request.units).tolist()
+    generations = request.generations.tolist()
+    keys = [key.tobytes() for key in request.hashes]
+    parents = [parent.tobytes() for parent in request.parents] if len(request.parents) == count else [request.parents[0].tobytes(), *keys]
+    for i, slot in enumerate(slots):
+        if slot not in session.reserved or state.dram.generation_at[slot] != generations[i]:
+            outcomes[i] = BlockOutcome.BAD_SLOT
+            continue
+        outcomes[i], shared[i] = _commit_one(state, session, lease, slot, keys[i], parents[i])
+        if outcomes[i] == BlockOutcome.STORED and request.checksums is not None:
+            row = state.dram.row_at[slot]
+            state.index.checksum[row] = request.checksums[i]
+            state.index.flags_at[row] |= HAS_CHECKSUM
+    units = np.where(shared > 0, state.dram.units[shared], 0).astype(np.uint32)
+    return Committed(request.lease, outcomes, units, np.where(shared > 0, state.dram.generation[shared], 0).astype(np.uint32))
+
+
+def _lease_for(session: Session, request: Commit) -> Lease | Refused:
+    lease = session.leases.get(request.lease)
+    if lease is None:
+        lease = Lease(request.lease, session.id, "", (request.namespace,), [array("i")], [array("I")])
+        session.leases[lease.id] = lease
+    if lease.namespaces != (request.namespace,):
+        return Refused("INVALID_ARGUMENT", f"lease {lease.id} is about other namespaces; commit under a lease of this namespace alone")
+    if not lease.ended:
+        return Refused("FAILED_PRECONDITION", f"lease {lease.id} is still being granted; commit after its last grant")
+    return lease
+
+
+def _commit_one(state: State, session: Session, lease: Lease, slot: int, key: bytes, parent: bytes) -> tuple[BlockOutcome, int]:
+    index = state.index
+    row = index.find_one(lease.namespaces[0], key)
+    named = state.dram.row_at[slot]
+    if named and named != row:
+        return BlockOutcome.BAD_KEY, 0
+    if row and index.stored(row):
+        if named:
+            free_key(state, slot)
+        use(state, row)
+        twin = index.slot_at[Tier.DRAM][row]
+        if twin and may_hold(state, session, [twin]):
+            leases.append(state, lease, twin)
+            state.hold_for(session, twin)
+            return BlockOutcome.EXISTS, twin
+        leases.append(state, lease, HOLE)
+        return BlockOutcome.EXISTS, 0
+    if parent == key:
+        return BlockOutcome.BAD_KEY, 0
+    if not needs_row(state):
+        return BlockOutcome.NO_ROOM, 0
+    row = index.find_one(lease.namespaces[0], key) or index.add_one(lease.namespaces[0], key)
+    _store(state, session, lease, slot, row, parent)
+    return BlockOutcome.STORED, 0
+
+
+def _store(state: State, session: Session, lease: Lease, slot: int, row: int, parent: bytes) -> None:
+    """The step in which a block becomes visible; its reservation becomes a lease."""
+    index, dram = state.index, state.dram
+    namespace = index.namespace_at[row]
+    if writer := state.writers.pop(row, 0):
+        dram.row_at[writer] = 0  # perhaps another session's: the first commit wins
+    index.flags_at[row] &= ~(IN_FLIGHT | HAS_CHECKSUM)
+    if not index.parent_at[row]:
+        index.link(row, ghost(state, namespace, parent))
+    index.place(Tier.DRAM, row, slot)
+    dram.row_at[slot] = row
+    dram.hold(slot, 1)
+    dram.become(slot, SlotState.LIVE)
+    del session.reserved[slot]  # its count in the session now stands for the lease
+    leases.append(state, lease, slot)
+    state.policies[Tier.DRAM].used(slot)
+    state.notice(NoticeKind.STORED, Tier.DRAM, row)
+    state.story.tell(index.word(row), "commit", slot, session.id)
+    state.counters["committed"] += 1
+    if state.nvme is not None and state.sizes.nvme_write == "through":
+        state.to_write.add(slot)
+
+
+def abandon(state: State, request: Abandon) -> Done | Refused:
+    """Give reserved slots back: those named, or all that is left of the reservation. Others' slots are never touched."""
+    session = open_session(state, request.session)
+    if isinstance(session, Refused):
+        return session
+    if request.units is None:
+        mine = [slot for slot, reservation in session.reserved.items() if reservation == request.reservation]
+    else:
+        slots = state.dram.locate_all(request.units).tolist()
+        wanted = request.generations.tolist() if request.generations is not None else [0] * len(slots)
+        mine = [s for s, g in zip(slots, wanted, strict=True) if s in session.reserved and state.dram.generation_at[s] == g]
+    for slot in mine:
+        give_back(state, session, slot)
+    return Done(len(mine))
