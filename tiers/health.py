@@ -1,0 +1,43 @@
+"""Keeps what is wrong with a tier now: a fault stands until the same kind of call works again."""
+
+from __future__ import annotations
+
+import threading
+
+from kvstore.tiers.base import Health, HealthState
+
+
+class HealthRecord:
+    """Called by the mover's threads and read by the event loop."""
+
+    def __init__(self, standing: str = "") -> None:
+        """`standing`: what is not as asked for as long as the tier is open, with what to do; empty where all is well."""
+        self._standing = standing
+        self._faults: dict[str, str] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def failed(self, kind: str, reason: str) -> None:
+        """A call of this kind ("read", "write", ...) met a fault of the medium."""
+        with self._lock:
+            self._faults[kind] = reason
+
+    def worked(self, kind: str) -> None:
+        """A call of this kind did what it should."""
+        if kind in self._faults:  # without the lock: nearly always false, and a fault noted meanwhile is cleared next time
+            with self._lock:
+                self._faults.pop(kind, None)
+
+    def close(self) -> None:
+        """From now on the tier answers nothing."""
+        self._closed = True
+
+    def health(self) -> Health:
+        """The worst that stands, with every reason."""
+        if self._closed:
+            return Health(HealthState.FAILED, "closed")
+        with self._lock:
+            reasons = [*self._faults.values(), *([self._standing] if self._standing else [])]
+        if not reasons:
+            return Health(HealthState.OK)
+        return Health(HealthState.DEGRADED, "; ".join(reasons))

@@ -1,0 +1,228 @@
+"""Blocks on a local disk, which outlive the daemon: one preallocated file of slots, and records that say what lies in them.
+
+Bytes move by O_DIRECT between the disk and the memory given. A block's record is written after its bytes, and where a write
+is to outlive a power failure both are synced in that order, so a record never speaks of bytes that are not there.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.config import format_bytes
+from kvstore.errors import ConfigError, EnvironmentFault, InternalFault
+from kvstore.geometry import UNIT_BYTES
+from kvstore.tiers import record_codec as codec
+from kvstore.tiers.base import BlockRecord, Health
+from kvstore.tiers.direct_io import DirectFile, check_range
+from kvstore.tiers.health import HealthRecord
+from kvstore.tiers.nvme_directory import Layout, NvmeDirectory, StoredNamespace
+from kvstore.tiers.nvme_records import LoadedRecords, RecordFile
+from kvstore.tiers.record_codec import RecordState
+from kvstore.tiers.room import Request, allocate
+
+
+class Durable(StrEnum):
+    """When a write counts as stored."""
+
+    PROCESS = "process"  # once the system has it: it outlives the daemon
+    POWER = "power"  # once the medium has it: it outlives a power failure
+
+
+@dataclass(frozen=True)
+class NvmeOptions:
+    directory: Path
+    capacity_bytes: int  # rounded down to whole extents
+    extent_units: int  # of a new directory; an old one keeps its own
+    durable: Durable = Durable.PROCESS
+
+
+class NvmeTier:
+    """A `BlockTier`. Made by `open`; read and record calls come from several threads, everything else from the event loop."""
+
+    name = "nvme"
+
+    def __init__(self, directory: NvmeDirectory, data: DirectFile, records: RecordFile, durable: Durable, readable_units: int) -> None:
+        """Use `open`. `readable_units`: how much of the data was there before this run."""
+        self.directory = directory
+        self.suspect = not directory.stopped_clean
+        self.notes: tuple[str, ...] = (data.refusal,) if data.refusal else ()
+        self._data = data
+        self._records = records
+        self._durable = durable
+        self._readable_units = readable_units
+        self._health = HealthRecord(data.refusal)
+
+    @classmethod
+    async def open(cls, options: NvmeOptions) -> NvmeTier:
+        """Take the directory, and all of its disk space. A smaller capacity than last time drops the blocks beyond it.
+
+        Raises ConfigError (in use, not enough room, not writable) and FormatError, each with what to do.
+        """
+        fresh = Layout(uuid.uuid4().hex, 0, options.extent_units)
+        directory = await NvmeDirectory.take(options.directory, fresh)
+        try:
+            extents = options.capacity_bytes // (directory.layout.extent_units * UNIT_BYTES)
+            if extents < 1:
+                least = format_bytes(directory.layout.extent_units * UNIT_BYTES)
+                raise ConfigError(f"nvme: {format_bytes(options.capacity_bytes)} asked, one extent is {least}; set a larger --nvme-bytes")
+            return await cls._open(directory, extents, options.durable)
+        except BaseException as error:
+            directory.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"nvme directory {options.directory}: {error.strerror}; check the disk") from error
+            raise
+
+    @classmethod
+    async def _open(cls, directory: NvmeDirectory, extents: int, durable: Durable) -> NvmeTier:
+        layout = directory.layout
+        capacity_bytes = extents * layout.extent_units * UNIT_BYTES
+        data_path, records_path = directory.path / "data", directory.path / "records"
+        there_bytes = data_path.stat().st_size if data_path.exists() else 0
+        _prepare_data(data_path, capacity_bytes)
+        await directory.begin(capacity_bytes)
+        if not there_bytes:
+            records_path.unlink(missing_ok=True)
+        records = RecordFile(records_path, extents, layout.extent_units)
+        return cls(directory, DirectFile(data_path), records, durable, min(there_bytes, capacity_bytes) // UNIT_BYTES)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the data file."""
+        return self.directory.layout.capacity_bytes
+
+    @property
+    def extent_units(self) -> int:
+        """Size of an extent; that of an old directory, whatever was asked for."""
+        return self.directory.layout.extent_units
+
+    @property
+    def extent_slot_units(self) -> NDArray[np.int32]:
+        """[extents] how large the slots of each extent are on disk; 0: not assigned."""
+        return self._records.slot_units.copy()
+
+    @property
+    def namespaces(self) -> Mapping[bytes, StoredNamespace]:
+        """By digest, with the facts given to `add_namespace`, of this run and earlier ones."""
+        return self.directory.namespaces
+
+    async def add_namespace(self, digest: bytes, facts: Mapping[str, Any]) -> StoredNamespace:
+        """Durable on return; a block's record can be written only after its namespace was added. `facts` is JSON."""
+        return await self.directory.add_namespace(digest, facts)
+
+    def load(self) -> LoadedRecords:
+        """Every block that is here, oldest first; records of no use are erased. Call once, before the first write. Blocks for a second
+        per million records or so: call it in a thread."""
+        numbers = np.array([each.number for each in self.namespaces.values()], dtype=np.uint32)
+        loaded = self._records.load(self._readable_units, numbers)
+        useless = np.concatenate([loaded.torn_units, loaded.misplaced_units, loaded.superseded_units])
+        if len(useless):
+            self._records.erase(useless)
+        return loaded
+
+    def read(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
+        """See `ByteTier.read`."""
+        check_range(self.name, self.capacity_bytes, offset_bytes, targets)
+        with self._watched("read"):
+            self._data.read(offset_bytes, targets)
+
+    def write(self, offset_bytes: int, sources: Sequence[memoryview]) -> None:
+        """See `ByteTier.write`."""
+        check_range(self.name, self.capacity_bytes, offset_bytes, sources)
+        with self._watched("write"):
+            self._data.write(offset_bytes, sources)
+
+    def assign_extent(self, extent: int, slot_units: int) -> None:
+        """See `BlockTier.assign_extent`."""
+        with self._watched("assign"):
+            self._records.assign(extent, slot_units)
+            self._sync_records()
+
+    def write_records(self, records: Sequence[BlockRecord]) -> None:
+        """See `BlockTier.write_records`. Syncs the data first where writes are to outlive a power failure."""
+        encoded = self._encoded(records)
+        with self._watched("record"):
+            if self._durable is Durable.POWER:
+                self._data.sync()
+            self._records.write(encoded)
+            self._sync_records()
+
+    def delete_records(self, units: NDArray[np.uint32], quarantine: bool) -> None:
+        """See `BlockTier.delete_records`."""
+        with self._watched("delete"):
+            if quarantine:
+                self._records.quarantine(units)
+            else:
+                self._records.erase(units)
+            self._sync_records()
+
+    def sync(self) -> None:
+        """Return when everything written is on the medium."""
+        with self._watched("sync"):
+            self._data.sync()
+            self._records.sync()
+
+    def health(self) -> Health:
+        """See `ByteTier.health`."""
+        return self._health.health()
+
+    async def stop_clean(self) -> None:
+        """Sync, say on disk that this was an orderly stop, and close. Nothing may be written any more."""
+        self.sync()
+        await self.directory.mark_clean()
+        self.close()
+
+    def close(self) -> None:
+        """See `ByteTier.close`. Without `stop_clean` the next run takes this for a crash."""
+        self._health.close()
+        self._data.close()
+        self._records.close()
+        self.directory.close()
+
+    def _encoded(self, blocks: Sequence[BlockRecord]) -> codec.Records:
+        records = codec.empty(len(blocks))
+        for record, block in zip(records, blocks, strict=True):
+            namespace = self.namespaces.get(block.namespace_digest)
+            if namespace is None:
+                raise InternalFault(f"nvme: namespace {block.namespace_digest.hex()[:12]} was not added before its first block")
+            record["namespace"] = namespace.number
+            record["hash"] = np.frombuffer(block.hash, "<u8")
+            record["parent"] = np.frombuffer(block.parent, "<u8")
+            record["units"], record["generation"] = block.units, block.generation
+            record["block_bytes"], record["checksum"] = block.block_bytes, block.checksum
+        records["state"] = RecordState.LIVE
+        return records
+
+    def _sync_records(self) -> None:
+        if self._durable is Durable.POWER:
+            self._records.sync()
+
+    @contextmanager
+    def _watched(self, kind: str) -> Iterator[None]:
+        """Health follows what became of the call."""
+        try:
+            yield
+        except EnvironmentFault as error:
+            self._health.failed(kind, str(error))
+            raise
+        self._health.worked(kind)
+
+
+def _prepare_data(path: Path, capacity_bytes: int) -> None:
+    """The file of slots has its size, and all of it is taken. Raises ConfigError where there is less room than that."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(fd).st_size > capacity_bytes:
+            os.ftruncate(fd, capacity_bytes)
+        allocate(fd, path.parent, Request("nvme data", capacity_bytes, "set a smaller --nvme-bytes or free some room"))
+    finally:
+        os.close(fd)
