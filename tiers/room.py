@@ -27,8 +27,7 @@ class Request:
 
 def allocate(fd: int, directory: Path, request: Request) -> None:
     """Make the file as large as asked, all of it taken. Raises ConfigError, and takes nothing, where there is not enough."""
-    place = os.fstatvfs(fd)
-    require(request, missing(fd, request.total_bytes), place.f_bavail * place.f_frsize, str(directory))
+    require_disk(fd, directory, request)
     try:
         os.posix_fallocate(fd, 0, request.total_bytes)
     except OSError as error:
@@ -36,6 +35,12 @@ def allocate(fd: int, directory: Path, request: Request) -> None:
             raise
         text = f"{request.what}: {format_bytes(request.total_bytes)} asked, {directory}: {error.strerror}; {request.advice}"
         raise ConfigError(text) from error
+
+
+def require_disk(fd: int, directory: Path, request: Request) -> None:
+    """Raises ConfigError where the file system of an open file has too little room for the rest of it."""
+    place = os.fstatvfs(fd)
+    require(request, missing(fd, request.total_bytes), place.f_bavail * place.f_frsize, str(directory))
 
 
 def missing(fd: int, total_bytes: int) -> int:
