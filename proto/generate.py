@@ -32,6 +32,7 @@ def stub_types(service: ServiceDescriptorProto) -> str:
     """The .pyi of the generated stubs: the client's calls, and the servicer that a grpc.aio server takes."""
     name = service.name
     lines = [
+        "# ruff: noqa",
         "from collections.abc import AsyncIterator, Awaitable",
         "from typing import Any",
         "",

@@ -1,0 +1,144 @@
+"""The client's maps of the DRAM arena, and the lock that says its process still has them.
+
+The arena is mapped twice: read-only for everything that reads, writable for the slots of reservations. Neither map, nor the lock's
+descriptor, passes to a forked child. Any thread may call; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import FormatError, GeometryError, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.geometry import Geometry
+
+UNIT_BYTES = 4096  # slots start and end on 4 KiB
+Bytes = NDArray[np.uint8]
+
+
+class Arena:
+    """The file mapped. Views keep the memory mapped for as long as they live, also past the daemon's end."""
+
+    def __init__(self, path: str, header_bytes: int, arena_bytes: int) -> None:
+        """Raises Unavailable where the file cannot be opened or mapped here, FormatError where it is shorter than the daemon says."""
+        self.path = path
+        total_bytes = header_bytes + arena_bytes
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"arena {path}: {error.strerror}; run on the daemon's machine, with its shared memory mounted") from error
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size < total_bytes:
+                raise FormatError(f"arena {path}: {status.st_size} bytes, the daemon says {total_bytes}; it is another daemon's file")
+            self.inode = (status.st_dev, status.st_ino, total_bytes)
+            self._readable = _mapped(descriptor, total_bytes, mmap.PROT_READ, path)[header_bytes:]
+            self._writable = _mapped(descriptor, total_bytes, mmap.PROT_READ | mmap.PROT_WRITE, path)[header_bytes:]
+        finally:
+            os.close(descriptor)
+
+    @property
+    def writable(self) -> Bytes:
+        """The whole arena, writable. Write only into slots of your own reservations."""
+        return self._writable
+
+    @property
+    def readable(self) -> Bytes:
+        """The whole arena, read-only."""
+        return self._readable
+
+    def view(self, units: int, size_bytes: int) -> Bytes:
+        """The first bytes of the slot at `units`, read-only."""
+        return _part(self._readable, units, size_bytes)
+
+    def writable_view(self, units: int, size_bytes: int) -> Bytes:
+        """The first bytes of a reserved slot, to be filled."""
+        return _part(self._writable, units, size_bytes)
+
+
+class SessionLock:
+    """The exclusive lock on a session's file: while it is held, the daemon keeps the session's slots."""
+
+    def __init__(self, path: str) -> None:
+        """Take it. Raises Unavailable where the file is not here or somebody else holds it."""
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"session file {path}: {error.strerror}; run on the daemon's machine, its shared memory mounted") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            raise Unavailable(f"session file {path} is locked: {error.strerror}; attach again") from error
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let it go: the process has no use for the session's slots any more. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_held: weakref.WeakSet[SessionLock] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in list(_held):
+        lock.release()  # closes the child's copy of the descriptor; the parent's keeps the lock
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def block_tensors(block: Bytes, geometry: Geometry) -> tuple[dict[str, torch.Tensor], ...]:
+    """The tensors of each layer of one block, by name (see Geometry.tensor_views), without a copy.
+
+    block   [geometry.block_bytes] or longer, as a lease or a reservation gives it
+    Tensors of a read-only block must not be written: the memory is protected, and a write ends the process.
+    Raises GeometryError for an opaque format, and for a block that is too short. Needs torch.
+    """
+    import torch
+
+    if len(block) < geometry.block_bytes:
+        raise GeometryError(f"the block has {len(block)} bytes, its geometry {geometry.block_bytes}; give the geometry it was stored with")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        whole = torch.from_numpy(block[: geometry.block_bytes])
+    layers = []
+    for views in geometry.tensor_views():
+        tensors = {}
+        for name, view in views.items():
+            dtype = getattr(torch, view.dtype)
+            item_bytes = dtype.itemsize
+            typed = whole[: len(whole) // item_bytes * item_bytes].view(dtype)
+            strides = [stride // item_bytes for stride in view.strides_bytes]
+            tensors[name] = typed.as_strided(view.shape, strides, view.offset_bytes // item_bytes)
+        layers.append(tensors)
+    return tuple(layers)
+
+
+def _mapped(descriptor: int, size_bytes: int, protection: int, path: str) -> Bytes:
+    try:
+        memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, protection)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"arena {path}: cannot map {size_bytes} bytes ({error}); raise the limit on address space (ulimit -v)") from error
+    memory.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _part(memory: Bytes, units: int, size_bytes: int) -> Bytes:
+    start = int(units) * UNIT_BYTES
+    if start + size_bytes > len(memory):
+        raise FormatError(f"slot at {start} with {size_bytes} bytes is past the arena's {len(memory)}; attach again")
+    return memory[start : start + size_bytes]

@@ -1,0 +1,235 @@
+"""`BlockSession`: one namespace of the daemon as a paged KV cache uses it (the `BlockStore` protocol), with a session of its own.
+
+Any thread may call; only `acquire` and `reserve` wait. When the daemon goes away, slots in hand stay valid (their memory is kept for as
+long as the old session's lock is held, which is until the last of them is given back); calls that need it raise Unavailable, and a new
+session is made as soon as it is back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from functools import partial
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import errors
+from kvstore.clients import requests
+from kvstore.clients.answers import Answer, Failed, Slotted
+from kvstore.clients.blocks import Slots
+from kvstore.clients.channel import CALL_TIMEOUT_S, OPTIONS, error_of
+from kvstore.clients.handles import OUTCOME_NAMES, STORED, Attached
+from kvstore.clients.link import Link, Unmapped
+from kvstore.clients.steps import GRACE_S
+from kvstore.geometry import Geometry
+from kvstore.hashing import HASH_BYTES
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+
+RETRY_S = 0.5  # seconds between attempts to reach a daemon that is away: its users must not wait at every step
+
+_GONE = (errors.Unavailable, errors.StaleEpoch, errors.SessionEnded, errors.DeadlineExceeded)
+
+
+class BlockSession:
+    """See the module's text, and `clients.blocks.BlockStore` for the contract."""
+
+    def __init__(self, place: str, geometry: Geometry, request: pb.OpenNamespaceRequest, hello: pb.Hello) -> None:
+        self._place, self._geometry, self._request, self._hello = place, geometry, request, hello
+        self._channel = grpc.insecure_channel(place, OPTIONS)
+        self._stub = KVStoreStub(self._channel)
+        self._attaching = threading.Lock()
+        self._idle = threading.Condition()  # guards everything below; notified when a commit is answered
+        self._reserved: dict[int, tuple[Attached, int]] = {}  # by units: whose, and under which reservation
+        self._leases: dict[int, set[Attached]] = {}
+        self._pending = 0
+        self._outcomes: Counter[str] = Counter()
+        self._closed = False
+        self._retry_at = 0.0
+        self._live = self._connect(None)  # replaced whole, under _attaching
+
+    @property
+    def geometry(self) -> Geometry:
+        """The layout of this namespace's blocks."""
+        return self._geometry
+
+    @property
+    def arena(self) -> NDArray[np.uint8]:
+        """The whole DRAM arena, writable. Write only into slots that are reserved and not yet committed."""
+        return self._live[1].arena.writable
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many blocks were committed, by outcome (`stored`, `exists`, ...; `failed` for operations that did nothing)."""
+        with self._idle:
+            return dict(self._outcomes)
+
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+        """Lease the leading blocks that the store has; see BlockStore."""
+        link, attached, namespace_id = self._ready()
+        asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * HASH_BYTES])
+        try:
+            granting = link.take(requests.acquire(lease, namespace_id, asked, timeout_s), timeout_s + GRACE_S)
+        except _GONE as error:
+            raise errors.Unavailable(str(error)) from error
+        if isinstance(granting.error, _GONE):
+            raise errors.Unavailable(str(granting.error)) from granting.error
+        with self._idle:
+            if granting.error is None:
+                self._remember(lease, attached)
+        if not granting.settled:
+            self._tell(attached, [requests.release(lease, keep_blocks=granting.blocks)])
+        return Slots(granting.units[0], granting.generations[0])
+
+    def reserve(self, count: int) -> Slots:
+        """Up to `count` slots to fill; see BlockStore."""
+        link, attached, namespace_id = self._ready()
+        reservation = link.new_id()
+        op = requests.reserve(reservation, namespace_id, count=min(count, requests.MAX_BLOCKS_PER_CALL))
+        try:
+            answer = link.ask([op], CALL_TIMEOUT_S)[0]
+        except errors.DeadlineExceeded as error:
+            self._tell(attached, [requests.abandon(reservation)])
+            raise errors.Unavailable(str(error)) from error
+        except _GONE as error:
+            raise errors.Unavailable(str(error)) from error
+        if isinstance(answer, Failed) and isinstance(answer.error, _GONE):
+            raise errors.Unavailable(str(answer.error)) from answer.error
+        if not isinstance(answer, Slotted):
+            return Slots(np.zeros(0, np.uint32), np.zeros(0, np.uint32))
+        with self._idle:
+            attached.hold(len(answer.units))
+            self._reserved.update((int(units), (attached, reservation)) for units in answer.units)
+        return Slots(answer.units, answer.generations)
+
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+        """Publish filled slots as consecutive blocks of one chain; see BlockStore."""
+        link, attached, namespace_id = self._live
+        with self._idle:
+            owned = [self._reserved.get(int(units), (None, 0))[0] is attached for units in slots.units]
+            count = owned.index(False) if False in owned else len(owned)
+            self._outcomes["failed"] += len(slots) - count  # of a session that is over: they stay private
+            if count == 0:
+                return
+            self._remember(lease, attached)
+            self._pending += 1
+        slots = Slots(slots.units[:count], slots.generations[:count])
+        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent)
+        try:
+            link.submit([op])[0].add_done_callback(partial(self._committed, slots))
+        except errors.KVStoreError as error:
+            failed: Future[Answer] = Future()
+            failed.set_result(Failed(error))
+            self._committed(slots, failed)
+
+    def abandon(self, slots: Slots) -> None:
+        """Give reserved slots back; see BlockStore."""
+        groups: dict[tuple[Attached, int], list[int]] = {}
+        with self._idle:
+            for row, units in enumerate(slots.units):
+                if owner := self._reserved.pop(int(units), None):
+                    groups.setdefault(owner, []).append(row)
+        for (attached, reservation), rows in groups.items():
+            self._tell(attached, [requests.abandon(reservation, (slots.units[rows], slots.generations[rows]))])
+            attached.drop(len(rows))
+
+    def release(self, lease: int, keep_blocks: int = 0) -> None:
+        """End a lease, or all of it past its first blocks; see BlockStore."""
+        with self._idle:
+            holders = set(self._leases.get(lease, ())) if keep_blocks else self._leases.pop(lease, set())
+        for attached in holders:
+            self._tell(attached, [requests.release(lease, keep_blocks)])
+            if not keep_blocks:
+                attached.drop()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every earlier commit has been answered; False when the timeout passed."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._pending == 0, timeout_s)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        with self._idle:
+            first, self._closed = not self._closed, True
+            for attached, _ in self._reserved.values():
+                attached.drop()
+            for holders in self._leases.values():
+                for attached in holders:
+                    attached.drop()
+            self._reserved.clear()
+            self._leases.clear()
+        if first:
+            self._live[0].close()
+            self._channel.close()
+
+    # ----
+
+    def _remember(self, lease: int, attached: Attached) -> None:
+        holders = self._leases.setdefault(lease, set())
+        if attached not in holders:
+            holders.add(attached)
+            attached.hold()
+
+    def _tell(self, attached: Attached, ops: list[pb.Op]) -> None:
+        link, present, _ = self._live
+        if attached is present and attached.error is None:
+            try:
+                link.tell(ops)
+            except errors.SessionEnded:
+                pass  # it ended meanwhile, and its holds with it
+            except errors.KVStoreError:
+                with self._idle:
+                    self._outcomes["untold"] += 1
+
+    def _committed(self, slots: Slots, done: Future[Answer]) -> None:
+        """A commit was answered; called by the session's thread."""
+        answer = done.result()
+        with self._idle:
+            self._pending -= 1
+            if isinstance(answer, Slotted):
+                for units, outcome in zip(slots.units, answer.outcomes, strict=False):
+                    self._outcomes[OUTCOME_NAMES[outcome]] += 1
+                    owner = self._reserved.pop(int(units), None) if outcome == STORED else None
+                    if owner is not None:
+                        owner[0].drop()
+            else:
+                self._outcomes["failed"] += len(slots)
+            self._idle.notify_all()
+
+    def _ready(self) -> tuple[Link, Attached, int]:
+        """The live session; a new one where the last is over. Raises Unavailable, soon again where the daemon was just tried."""
+        with self._attaching:
+            if self._closed:
+                raise errors.Unavailable("the store was closed; open its blocks again")
+            if not self._live[0].alive:
+                now = time.monotonic()
+                if now < self._retry_at:
+                    raise errors.Unavailable(f"daemon at {self._place}: away, tried less than {RETRY_S} s ago; go on without it")
+                self._retry_at = now + RETRY_S
+                self._live = self._connect(self._live[1])
+            return self._live
+
+    def _connect(self, before: Attached | None) -> tuple[Link, Attached, int]:
+        link = Link(self._stub, self._place, self._hello, before.arena if before else None)
+        try:
+            opened = link.open()
+            if isinstance(opened, Unmapped):
+                raise errors.Unavailable(f"blocks need the arena in this process: {opened.error}")
+            if before is not None and opened.arena is not before.arena:
+                raise errors.Unavailable("the daemon has another arena now; open its blocks again")
+            reply = self._stub.OpenNamespace(self._request, timeout=CALL_TIMEOUT_S)
+            if reply.epoch != opened.session.epoch:
+                raise errors.Unavailable("the daemon was restarted between two calls; try again")
+            if reply.block_bytes != self._geometry.block_bytes:
+                raise errors.InternalFault(f"the daemon has blocks of {reply.block_bytes} bytes, this client {self._geometry.block_bytes}")
+        except grpc.RpcError as error:
+            link.close()
+            raise errors.Unavailable(str(error_of(error, self._place))) from None
+        except errors.KVStoreError:
+            link.close()
+            raise
+        return link, opened, reply.namespace_id

@@ -1,0 +1,62 @@
+"""Calls that hold nothing: lookup, prefetch, pin, clear, stats. Generators of steps.py's commands."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from kvstore.clients.handles import TIER_NAMES, LookupResult, Namespace
+from kvstore.clients.steps import Call, Command, Steps, of_namespace, persistent
+from kvstore.proto import kvstore_pb2 as pb
+
+CLEAR_TIMEOUT_S = 60.0  # Clear waits until the disk has forgotten too
+
+
+def lookup(namespace: Namespace, hashes: bytes) -> Steps[LookupResult]:
+    """How many leading blocks are here."""
+
+    def make(namespace_id: int, epoch: str) -> Command:
+        return Call("Lookup", pb.LookupRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
+
+    reply: pb.LookupReply = yield from of_namespace(namespace, make)
+    tiers = reply.tiers[0] if reply.tiers else b""
+    return LookupResult(reply.blocks, tuple(TIER_NAMES.get(tier, str(tier)) for tier in tiers[: reply.blocks]))
+
+
+def pin(namespace: Namespace, hashes: bytes, method: str) -> Steps[int]:
+    """Pin or Unpin; how many blocks changed."""
+
+    def make(namespace_id: int, epoch: str) -> Command:
+        return Call(method, pb.PinRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
+
+    reply: pb.PinReply = yield from of_namespace(namespace, make)
+    return reply.blocks
+
+
+def prefetch(namespace: Namespace, hashes: bytes) -> Steps[tuple[int, int]]:
+    """Start bringing blocks into memory; (started, already there)."""
+
+    def make(namespace_id: int, epoch: str) -> Command:
+        return Call("Prefetch", pb.PrefetchRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
+
+    reply: pb.PrefetchReply = yield from of_namespace(namespace, make)
+    return reply.started_blocks, reply.present_blocks
+
+
+def clear(namespace: Namespace | None) -> Steps[pb.ClearReply]:
+    """Forget one namespace, or all of this tenant."""
+    if namespace is None:
+        return cast(pb.ClearReply, (yield Call("Clear", pb.ClearRequest(), CLEAR_TIMEOUT_S)))
+
+    def make(namespace_id: int, epoch: str) -> Command:
+        return Call("Clear", pb.ClearRequest(namespace_id=namespace_id, epoch=epoch), CLEAR_TIMEOUT_S)
+
+    return cast(pb.ClearReply, (yield from of_namespace(namespace, make)))
+
+
+def stats() -> Steps[pb.StatsReply]:
+    """The daemon's figures."""
+    return cast(pb.StatsReply, (yield from persistent(lambda: _one(Call("Stats", pb.StatsRequest())))))
+
+
+def _one(command: Command) -> Steps[Any]:
+    return (yield command)

@@ -1,0 +1,261 @@
+"""`KVClient`: the store for programs with threads. Every call may be made from any thread; none waits without a deadline.
+
+The steps of each call are in calls.py, reading.py and writing.py; here they are carried out, blocking. `aio.AsyncKVClient` is its twin.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import errors, hashing
+from kvstore.clients import calls, reading, requests, writing
+from kvstore.clients.blocks import BlockStore
+from kvstore.clients.blocksession import BlockSession
+from kvstore.clients.channel import OPTIONS, error_of, target
+from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
+from kvstore.clients.link import Link, Unmapped
+from kvstore.clients.requests import KEEP_ALL, Keep
+from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
+from kvstore.geometry import Geometry
+from kvstore.hashing import Identity
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+
+T = TypeVar("T")
+Tokens = Sequence[int] | NDArray[np.integer]
+GET_TIMEOUT_S = 5.0  # for blocks to come up from the disk: gigabytes do so in this time
+
+log = logging.getLogger("kvstore.client")
+
+
+class KVClient:
+    """A connection to the daemon of this machine. Close it, or use it in a `with` block.
+
+    address           the daemon's socket (a path), or host:port; None takes KVSTORE_LISTEN, then the daemon's own default
+    name              shown in the daemon's log and statistics
+    guarantee_bytes   host memory that other sessions cannot take from this one;  limit_bytes  the most it may hold, 0 for no limit
+    It attaches on the first `get` or `put`, and again by itself after the daemon was restarted: leases held then raise StaleEpoch
+    (or SessionEnded), new calls work. All errors are kvstore.errors.
+    """
+
+    def __init__(self, address: str | None = None, *, name: str = "", guarantee_bytes: int = 0, limit_bytes: int = 0) -> None:
+        self.place = target(address)
+        self._channel = grpc.insecure_channel(self.place, OPTIONS)
+        self._stub = KVStoreStub(self._channel)
+        self._hello = pb.Hello(
+            client=name or f"{socket.gethostname()}/{os.getpid()}",
+            guarantee_bytes=guarantee_bytes,
+            limit_bytes=limit_bytes,
+            maps_arena=True,
+        )
+        self._attaching = threading.Lock()
+        self._link: Link | None = None
+        self._attached: Attached | None = None
+        self._unmapped = False
+        self._closed = False
+        self._pid = os.getpid()
+
+    # ---- namespaces
+
+    def open_namespace(
+        self, identity: Identity, geometry: Geometry, shard: str = "", kv_group: str = "", keep: Keep = KEEP_ALL
+    ) -> Namespace:
+        """The namespace of these facts, made where it is new. Ranks whose bytes are equal open one `shard`."""
+        namespace = Namespace(identity, geometry, requests.open_namespace(identity, geometry, shard, kv_group, keep))
+        return self._run(persistent(lambda: reopen(namespace)))
+
+    # ---- blocks
+
+    def lookup(
+        self, namespace: Namespace, hashes: bytes | None = None, *, tokens: Tokens | None = None, identity: Identity | None = None
+    ) -> LookupResult:
+        """How many leading blocks are here, and in which tier. Takes no lease and moves nothing.
+
+        hashes   32 bytes a block;  or tokens  a prompt: of it at most `hashing.usable_blocks` count, as its last token is always computed
+        identity where this request's adapter or salt differ from the namespace's
+        """
+        return self._run(calls.lookup(namespace, prompt_or_hashes(namespace, hashes, tokens, identity)))
+
+    @contextmanager
+    def get(
+        self,
+        namespace: Namespace,
+        hashes: bytes | None = None,
+        *,
+        tokens: Tokens | None = None,
+        identity: Identity | None = None,
+        timeout_s: float = GET_TIMEOUT_S,
+    ) -> Iterator[Lease]:
+        """The leading blocks that the store has, readable until the `with` block ends. See `lookup` for what to give.
+
+        Fewer blocks than asked, down to none, where some are missing, could not be read, or did not come within `timeout_s`.
+        """
+        lease = self._run(reading.get(namespace, prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
+        try:
+            yield lease
+        finally:
+            self._run(reading.close_lease(lease))
+
+    @contextmanager
+    def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> Iterator[Put]:
+        """Slots for those blocks of a chain that are not stored yet; see Put.
+
+        hashes   32 bytes a block, consecutive;  parent  the hash before the first, None for the namespace's root
+        On a normal end of the `with` block the filled blocks are committed, and found by anybody from then on; on an exception none.
+        """
+        put = self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent))
+        try:
+            yield put
+        except BaseException:
+            self._run(writing.abandon_put(put))
+            raise
+        self._run(writing.finish_put(namespace, put))
+
+    def open_blocks(self, identity: Identity, geometry: Geometry, shard: str = "") -> BlockStore:
+        """The store as a paged KV cache uses it, with a session of its own. Raises Unavailable where the arena cannot be mapped."""
+        request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL)
+        return BlockSession(self.place, geometry, request, self._hello)
+
+    # ---- operations
+
+    def prefetch(self, namespace: Namespace, hashes: bytes) -> tuple[int, int]:
+        """Start bringing blocks into memory, without waiting: (started, already there)."""
+        return self._run(calls.prefetch(namespace, requests.checked_hashes(hashes)))
+
+    def pin(self, namespace: Namespace, hashes: bytes) -> int:
+        """Wish that blocks be kept; returns how many were not pinned before."""
+        return self._run(calls.pin(namespace, requests.checked_hashes(hashes), "Pin"))
+
+    def unpin(self, namespace: Namespace, hashes: bytes) -> int:
+        """End the wish; returns how many were pinned."""
+        return self._run(calls.pin(namespace, requests.checked_hashes(hashes), "Unpin"))
+
+    def clear(self, namespace: Namespace | None = None) -> pb.ClearReply:
+        """Forget every block of a namespace, or of all, in every tier, for good."""
+        return self._run(calls.clear(namespace))
+
+    def stats(self) -> pb.StatsReply:
+        """The daemon's figures."""
+        return self._run(calls.stats())
+
+    def watch(self, namespace: Namespace | None = None) -> Iterator[Watched]:
+        """What is stored now, then what changes, until the caller stops.
+
+        Raises ResourceExhausted where the caller is too slow, Unavailable where the daemon went away: watch again.
+        """
+        if namespace is not None:
+            self._run(reopen(namespace))
+        request = pb.WatchRequest(namespace_id=namespace.id, epoch=namespace.epoch) if namespace else pb.WatchRequest()
+        stream = self._stub.Watch(request)
+        try:
+            for event in stream:
+                yield Watched.of(event)
+        except grpc.RpcError as error:
+            raise error_of(error, self.place) from None
+        finally:
+            stream.cancel()
+
+    def close(self) -> None:
+        """End the session and the connection. Idempotent. Leases still held keep their memory until they are given back."""
+        with self._attaching:
+            link, self._link, self._closed = self._link, None, True
+        if link is not None:
+            link.close()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- carrying out
+
+    def _run(self, steps: Steps[T]) -> T:
+        try:
+            command = next(steps)
+            while True:
+                try:
+                    result = self._do(command)
+                except BaseException as error:  # noqa: BLE001 — every fault belongs to the steps, which clean up and pass it on
+                    command = steps.throw(error)
+                else:
+                    command = steps.send(result)
+        except StopIteration as done:
+            result_of_steps: T = done.value
+            return result_of_steps
+
+    def _do(self, command: Command) -> Any:
+        match command:
+            case Attach():
+                return self._attach()
+            case Ask(attached, ops, timeout_s):
+                return self._link_of(attached).ask(ops, timeout_s)
+            case Tell(attached, ops):
+                return self._link_of(attached).tell(ops)
+            case Take(attached, op, timeout_s):
+                return self._link_of(attached).take(op, timeout_s)
+            case Pause(seconds):
+                return time.sleep(seconds)
+        try:
+            match command:
+                case Call(method, request, timeout_s):
+                    return getattr(self._stub, method)(request, timeout=timeout_s)
+                case Receive(method, request, timeout_s):
+                    return list(getattr(self._stub, method)(request, timeout=timeout_s))
+                case Send(method, messages, timeout_s):
+                    return getattr(self._stub, method)(messages(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error, self.place) from None
+        except ValueError as error:  # what grpc raises on a closed channel
+            raise errors.SessionEnded(f"the client was closed ({error}); make a new one") from None
+
+    def _link_of(self, attached: Attached) -> Link:
+        link = self._link
+        if link is None or attached is not self._attached:
+            raise attached.error or errors.SessionEnded("the client was closed; make a new one")
+        return link
+
+    def _attach(self) -> Attached | None:
+        with self._attaching:
+            if self._closed or self._pid != os.getpid():
+                raise errors.InvalidArgument("this client was closed, or made before a fork; make a new one in this process")
+            if self._unmapped:
+                return None
+            if self._link is not None and self._link.alive:
+                return self._attached
+            before = self._attached
+            link = Link(self._stub, self.place, self._hello, before.arena if before else None)
+            opened = link.open()
+            if isinstance(opened, Unmapped):
+                log.warning("no shared memory with the daemon at %s, blocks go over gRPC: %s", self.place, opened.error)
+                self._unmapped = True
+                return None
+            if before is not None and before.session.epoch != opened.session.epoch:
+                before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))
+            self._link, self._attached = link, opened
+            return opened
+
+
+def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> bytes:
+    """The hashes to look for: those given, or of a prompt's blocks that may be used. Raises InvalidArgument unless one is given."""
+    if (hashes is None) == (tokens is None):
+        raise errors.InvalidArgument("give hashes or tokens, one of them")
+    if hashes is not None:
+        return requests.checked_hashes(hashes)
+    prompt: Tokens = tokens if tokens is not None else ()
+    block_tokens = namespace.geometry.block_tokens
+    chain = requests.prompt_hashes(identity or namespace.identity, prompt, block_tokens)
+    usable = hashing.usable_blocks(len(prompt), block_tokens)
+    return requests.checked_hashes(chain[: usable * hashing.HASH_BYTES])

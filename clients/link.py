@@ -1,0 +1,211 @@
+"""One session carried by a gRPC stream and a thread that reads it: the blocking shell of session.py.
+
+Any thread may call; `submit` takes microseconds and never waits for the network. The reading thread alone receives; grpc's own thread
+sends what is queued, as few batches as it keeps up with. `close` or the stream's end finishes both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+import grpc
+
+from kvstore import errors
+from kvstore.clients.answers import Answer
+from kvstore.clients.arena import Arena, SessionLock
+from kvstore.clients.channel import error_of
+from kvstore.clients.handles import Attached
+from kvstore.clients.session import Answered, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+
+ATTACH_TIMEOUT_S = 10.0  # two round trips and two maps; a daemon that takes longer is not serving
+
+
+@dataclass(frozen=True)
+class Unmapped:
+    """The arena cannot be mapped in this process, and why."""
+
+    error: errors.KVStoreError
+
+
+def map_arena(welcome: pb.Welcome, previous: Arena | None) -> tuple[Arena, SessionLock]:
+    """Do what a Welcome asks for. The previous map is kept where it is of the same file. Raises Unavailable or FormatError."""
+    arena = Arena(welcome.arena_path, welcome.arena_header_bytes, welcome.arena_bytes)
+    if previous is not None and previous.inode == arena.inode:
+        arena = previous  # its pages are in this process's tables already
+    return arena, SessionLock(welcome.session_path)
+
+
+def ended_error(session: Session, error: errors.KVStoreError) -> errors.KVStoreError:
+    """What using a hold of this session raises once the session is over."""
+    if isinstance(error, errors.StaleEpoch | errors.SessionEnded):
+        return error
+    return errors.SessionEnded(f"session {session.id} is over ({error}); its leases are gone, make new ones")
+
+
+class Link:
+    """See the module's text. Made attached or not at all: the constructor only starts, `open` waits."""
+
+    def __init__(self, stub: KVStoreStub, place: str, hello: pb.Hello, previous: Arena | None = None) -> None:
+        self._place = place
+        self._previous = previous
+        self._session = Session()
+        self._wake = threading.Condition()
+        self._answers: dict[int, Future[Answer]] = {}
+        self._settling: dict[int, Future[Granting]] = {}
+        self._opened: Future[Attached | Unmapped] = Future()
+        self._attached: Attached | None = None
+        self._closing = False
+        self._pid = os.getpid()
+        self._session.hello(hello)
+        self._stream = stub.Attach(self._outgoing())
+        self._reader = threading.Thread(target=self._read, name="kvstore-session", daemon=True)
+        self._reader.start()
+
+    def open(self, timeout_s: float = ATTACH_TIMEOUT_S) -> Attached | Unmapped:
+        """Wait until the session is open. Raises Unavailable, or what the daemon refused it with."""
+        try:
+            return self._opened.result(timeout_s)
+        except FutureTimeout:
+            self.close()
+            raise errors.DeadlineExceeded(f"daemon at {self._place}: no session within {timeout_s} s; see its log") from None
+
+    @property
+    def alive(self) -> bool:
+        """The session is open, in the process that opened it."""
+        return self._attached is not None and self._attached.error is None and self._pid == os.getpid()
+
+    def tell(self, ops: list[pb.Op]) -> None:
+        """Queue operations whose answers nobody waits for. Raises the session's error where it is over."""
+        self._submit(ops, [])
+
+    def submit(self, ops: list[pb.Op]) -> list[Future[Answer]]:
+        """Queue operations; each future gets its answer, `Failed` where the session ends first."""
+        futures: list[Future[Answer]] = [Future() for _ in ops]
+        self._submit(ops, futures)
+        return futures
+
+    def ask(self, ops: list[pb.Op], timeout_s: float) -> list[Answer]:
+        """Queue operations and wait for all answers. Raises DeadlineExceeded."""
+        futures = self.submit(ops)
+        try:
+            return [future.result(timeout_s) for future in futures]
+        except FutureTimeout:
+            raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log") from None
+
+    def take(self, op: pb.Op, timeout_s: float) -> Granting:
+        """Queue an Acquire and wait until its lease is settled, or the time is up: then with what was granted by then."""
+        lease = op.acquire.lease
+        future: Future[Granting] = Future()
+        with self._wake:
+            self._session.submit([op])
+            granting = self._session.granting(lease)
+            self._settling[lease] = future
+            self._wake.notify()
+        with contextlib.suppress(FutureTimeout):
+            granting = future.result(timeout_s)
+        with self._wake:
+            self._settling.pop(lease, None)
+            self._session.forget(lease)
+        return granting or Granting(0, error=errors.SessionEnded("the session ended; attach again"))
+
+    def new_id(self) -> int:
+        """An id for a lease or a reservation."""
+        return self._session.new_id()
+
+    def close(self) -> None:
+        """End the session: in order where nothing is held, otherwise its slots stay until the last hold is dropped. Idempotent."""
+        attached = self._attached
+        with self._wake:
+            orderly = not self._closing and attached is not None and not attached.held and self._session.state is State.OPEN
+            if orderly:
+                self._session.detach()
+            self._closing = True
+            self._wake.notify_all()
+        if self._pid != os.getpid():
+            return
+        if orderly:
+            self._reader.join(timeout=1.0)
+        self._stream.cancel()
+        self._end(errors.SessionEnded("the client was closed"))
+
+    # ---- the two threads
+
+    def _submit(self, ops: list[pb.Op], futures: list[Future[Answer]]) -> None:
+        with self._wake:
+            tickets = self._session.submit(ops)
+            self._answers.update(zip(tickets, futures, strict=False))
+            self._wake.notify()
+
+    def _outgoing(self) -> Iterator[pb.ClientMessage]:
+        while True:
+            with self._wake:
+                while (message := self._session.next_message()) is None and not self._closing:
+                    self._wake.wait()
+            if message is None:
+                return
+            yield message
+
+    def _read(self) -> None:
+        error: errors.KVStoreError = errors.Unavailable(f"daemon at {self._place}: it closed the session")
+        try:
+            for message in self._stream:
+                with self._wake:
+                    events = self._session.receive(message)
+                self._carry_out(events)
+        except grpc.RpcError as fault:
+            error = error_of(fault, self._place)
+        except Exception as fault:  # noqa: BLE001 — a thread's edge: whatever breaks here must reach those who wait
+            error = errors.InternalFault(f"reading the session: {fault!r}")
+        self._end(error)
+
+    def _end(self, error: errors.KVStoreError) -> None:
+        with self._wake:
+            events = self._session.lost(error)
+            self._closing = True
+            self._wake.notify_all()
+        self._carry_out(events)
+
+    def _carry_out(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Answered(ticket, answer):
+                    if future := self._answers.pop(ticket, None):
+                        future.set_result(answer)
+                case Settled(lease, granting):
+                    if settling := self._settling.get(lease):
+                        settling.set_result(granting)
+                case Welcomed(welcome):
+                    self._map(welcome)
+                case Opened():
+                    with contextlib.suppress(InvalidStateError):  # closed meanwhile
+                        self._opened.set_result(self._attached or Unmapped(errors.Unavailable("no arena was offered")))
+                case Over(error):
+                    self._over(error)
+
+    def _map(self, welcome: pb.Welcome) -> None:
+        try:
+            arena, lock = map_arena(welcome, self._previous)
+        except errors.KVStoreError as error:
+            with contextlib.suppress(InvalidStateError):  # closed meanwhile
+                self._opened.set_result(Unmapped(error))
+            self._end(error)
+            self._stream.cancel()
+            return
+        self._attached = Attached(self._session, arena, lock)
+        with self._wake:
+            self._session.locked()
+            self._wake.notify()
+
+    def _over(self, error: errors.KVStoreError) -> None:
+        if self._attached is not None:
+            self._attached.over(ended_error(self._session, error))
+        with contextlib.suppress(InvalidStateError):  # it was open
+            self._opened.set_exception(error)

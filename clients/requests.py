@@ -1,0 +1,112 @@
+"""The messages that a client sends, made from the store's own values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import hashing
+from kvstore.errors import InvalidArgument, LimitExceeded
+from kvstore.geometry import Geometry
+from kvstore.hashing import HASH_BYTES, Identity
+from kvstore.proto import kvstore_pb2 as pb
+
+MAX_BLOCKS_PER_CALL = 8192  # the daemon's bound: a 131,072-token prompt in blocks of 16
+MODEL_FACTS = ("model", "revision", "tokenizer", "position", "dtype")  # an identity without adapter and salt
+
+Words = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a namespace keeps of a sequence: "all" blocks, a trailing "window" of tokens, or the "state" at a boundary."""
+
+    kind: str = "all"
+    window_tokens: int = 0
+
+
+KEEP_ALL = Keep()
+
+
+def open_namespace(identity: Identity, geometry: Geometry, shard: str, kv_group: str, keep: Keep) -> pb.OpenNamespaceRequest:
+    """The request that names a namespace by all its facts."""
+    fields = identity.fields()
+    return pb.OpenNamespaceRequest(
+        facts={name: fields[name] for name in MODEL_FACTS},
+        geometry=geometry_message(geometry),
+        shard=shard,
+        kv_group=kv_group,
+        keep=pb.Keep(kind=keep.kind, window_tokens=keep.window_tokens),
+    )
+
+
+def geometry_message(geometry: Geometry) -> pb.Geometry:
+    """A geometry for the wire."""
+    quant = geometry.quant
+    return pb.Geometry(
+        kind=geometry.kind,
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        key_dim=geometry.key_dim,
+        value_dim=geometry.value_dim,
+        latent_dim=geometry.latent_dim,
+        rope_dim=geometry.rope_dim,
+        dtype=geometry.dtype,
+        block_tokens=geometry.block_tokens,
+        format=geometry.format,
+        opaque_block_bytes=geometry.opaque_block_bytes,
+        quant=None if quant is None else pb.Quant(scheme=quant.scheme, granularity=quant.granularity, scale_dtype=quant.scale_dtype),
+    )
+
+
+def checked_hashes(hashes: bytes) -> bytes:
+    """Packed hashes, 32 bytes a block. Raises InvalidArgument for another length, LimitExceeded for more blocks than a call takes."""
+    if len(hashes) % HASH_BYTES:
+        raise InvalidArgument(f"{len(hashes)} bytes are no whole number of hashes; give {HASH_BYTES} bytes a block")
+    if len(hashes) > MAX_BLOCKS_PER_CALL * HASH_BYTES:
+        raise LimitExceeded(f"{len(hashes) // HASH_BYTES} blocks in one call, the most is {MAX_BLOCKS_PER_CALL}; split the chain")
+    return bytes(hashes)
+
+
+def chain_parents(hashes: bytes, parent: bytes) -> bytes:
+    """The parent of each block of one chain: `parent`, then each block but the last."""
+    if len(parent) != HASH_BYTES:
+        raise InvalidArgument(f"the parent has {len(parent)} bytes; give the {HASH_BYTES} bytes of a hash")
+    return (parent + hashes[:-HASH_BYTES]) if hashes else b""
+
+
+def prompt_hashes(identity: Identity, tokens: Sequence[int] | NDArray[np.integer], block_tokens: int) -> bytes:
+    """The hashes of all full blocks of a prompt, from the identity's root."""
+    return hashing.block_hashes(hashing.fingerprint(identity), tokens, block_tokens)
+
+
+def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float) -> pb.Op:
+    """Lease the leading blocks."""
+    return pb.Op(acquire=pb.Acquire(lease=lease, namespace_id=namespace_id, hashes=hashes, timeout_s=timeout_s))
+
+
+def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: bytes = b"") -> pb.Op:
+    """Slots for known hashes, or so many anonymous ones."""
+    return pb.Op(reserve=pb.Reserve(reservation=reservation, namespace_id=namespace_id, count=count, hashes=hashes))
+
+
+def commit(lease: int, namespace_id: int, slots: tuple[Words, Words], hashes: bytes, parents: bytes) -> pb.Op:
+    """Publish filled slots (units, generations). `parents` is one hash for a chain, or one a block."""
+    units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots)
+    return pb.Op(
+        commit=pb.Commit(lease=lease, namespace_id=namespace_id, units=units, generations=generations, hashes=hashes, parents=parents)
+    )
+
+
+def abandon(reservation: int, slots: tuple[Words, Words] | None = None) -> pb.Op:
+    """Give slots back: these, or all that is left of the reservation."""
+    units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots) if slots else (b"", b"")
+    return pb.Op(abandon=pb.Abandon(reservation=reservation, units=units, generations=generations))
+
+
+def release(lease: int, keep_blocks: int = 0) -> pb.Op:
+    """End a lease, or all of it past its first blocks."""
+    return pb.Op(release=pb.Release(lease=lease, keep_blocks=keep_blocks))

@@ -1,0 +1,288 @@
+"""The client's side of one session, without I/O: what to send next, what a message from the daemon means, who waits for it.
+
+A shell owns the stream. It sends what `next_message` gives, hands each received message to `receive`, tells `lost` when the stream
+ends, and carries out the events that come back. Nothing here blocks or reads a clock; a shell calls it under one lock or on one loop.
+
+    FRESH ─hello→ GREETED ─Welcome→ LOCKING ─locked→ CONFIRMING ─Ready→ OPEN        any ─Ended, lost, close→ OVER
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import errors
+from kvstore.clients.answers import Answer, Expected, Failed, read_answer
+from kvstore.proto import kvstore_pb2 as pb
+
+MAX_OPS_PER_BATCH = 1024  # the daemon refuses more; 128 sequences of a decode step need at most a few each
+MAX_BLOCKS_PER_BATCH = 8192  # the daemon's bound on all operations of a batch together: 256 KiB of hashes
+MAX_QUEUED_OPS = 65_536  # operations submitted and not yet sent: far past any step, reached only when the daemon does not read
+
+
+class State(StrEnum):
+    FRESH = "fresh"
+    GREETED = "greeted"
+    LOCKING = "locking"
+    CONFIRMING = "confirming"
+    OPEN = "open"
+    OVER = "over"
+
+
+# What each message from the daemon does in each state; a pair that is not here breaks the protocol.
+_TRANSITIONS: dict[tuple[State, str], State] = {
+    (State.GREETED, "welcome"): State.LOCKING,
+    (State.LOCKING, "ready"): State.OPEN,  # where no arena is mapped, nothing needs to be locked
+    (State.CONFIRMING, "ready"): State.OPEN,
+    (State.OPEN, "reply"): State.OPEN,
+    (State.OPEN, "grant"): State.OPEN,
+    **{(state, "ended"): State.OVER for state in State},
+}
+
+
+@dataclass
+class Granting:
+    """What a lease has been granted so far. `units` and `generations` [members, n] grow in chain order."""
+
+    asked: int
+    units: NDArray[np.uint32] = field(default_factory=lambda: np.zeros((1, 0), np.uint32))
+    generations: NDArray[np.uint32] = field(default_factory=lambda: np.zeros((1, 0), np.uint32))
+    ended: str = ""  # why no more will come; "" while more may
+    error: errors.KVStoreError | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Leading blocks that are readable."""
+        return int(self.units.shape[1])
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more will come."""
+        return bool(self.ended) or self.error is not None
+
+
+# ---------------------------------------------------------------- events: what the shell must now do
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """Map the arena and take the lock, then call `locked`."""
+
+    welcome: pb.Welcome
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Operations may be submitted."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The operation with this ticket has its answer."""
+
+    ticket: int
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Nothing more will be granted under this lease."""
+
+    lease: int
+    granting: Granting
+
+
+@dataclass(frozen=True)
+class Over:
+    """The session has ended; every waiter has had its event before this one."""
+
+    error: errors.KVStoreError
+
+
+Event = Welcomed | Opened | Answered | Settled | Over
+
+
+class Session:
+    """The protocol of one attached session; see the module's text."""
+
+    def __init__(self) -> None:
+        self.state = State.FRESH
+        self.epoch = ""
+        self.id = 0
+        self.error: errors.KVStoreError | None = None
+        self._control: deque[pb.ClientMessage] = deque()
+        self._queued: deque[tuple[int, pb.Op]] = deque()
+        self._sent: dict[int, list[int]] = {}  # tickets by batch number
+        self._leases: dict[int, int] = {}  # ticket of an Acquire -> its lease
+        self._granting: dict[int, Granting] = {}
+        self._last_ticket = 0
+        self._last_batch = 0
+        self._ids = itertools.count(1)
+
+    # ---- the shell's side
+
+    def hello(self, message: pb.Hello) -> None:
+        """Begin. Raises SessionEnded when this session has begun before."""
+        if self.state is not State.FRESH:
+            raise errors.SessionEnded(f"hello in state {self.state}; make a new session")
+        self.state = State.GREETED
+        self._control.append(pb.ClientMessage(hello=message))
+
+    def locked(self) -> None:
+        """The lock of the session's file is held."""
+        if self.state is State.LOCKING:
+            self.state = State.CONFIRMING
+            self._control.append(pb.ClientMessage(locked=pb.Locked()))
+
+    def detach(self) -> None:
+        """Ask for an orderly end; the shell closes its side of the stream after it."""
+        if self.state not in (State.FRESH, State.OVER):
+            self._control.append(pb.ClientMessage(detach=pb.Detach()))
+
+    def new_id(self) -> int:
+        """An id for a lease or a reservation of this session. The one method that needs no lock."""
+        return next(self._ids)
+
+    def submit(self, ops: list[pb.Op]) -> list[int]:
+        """Queue operations, to be sent in this order with whatever else is queued. Returns a ticket for each.
+
+        Raises the session's error where it is over or not yet open, ResourceExhausted where too many are queued.
+        """
+        if self.state is not State.OPEN:
+            raise self.error or errors.SessionEnded(f"the session is {self.state}; attach first")
+        if len(self._queued) + len(ops) > MAX_QUEUED_OPS:
+            raise errors.ResourceExhausted(f"{len(self._queued)} operations wait to be sent; the daemon does not read, try again later")
+        tickets = []
+        for op in ops:
+            self._last_ticket += 1
+            tickets.append(self._last_ticket)
+            self._queued.append((self._last_ticket, op))
+            if op.HasField("acquire"):
+                self._leases[self._last_ticket] = op.acquire.lease
+                self._granting[op.acquire.lease] = Granting(len(op.acquire.hashes) // 32)
+        return tickets
+
+    def granting(self, lease: int) -> Granting | None:
+        """What an acquired lease has so far; None once `forget` was called, or for a lease made otherwise."""
+        return self._granting.get(lease)
+
+    def forget(self, lease: int) -> None:
+        """Later grants of this lease are of no interest: it was released."""
+        self._granting.pop(lease, None)
+
+    def next_message(self) -> pb.ClientMessage | None:
+        """The next message to send: what is queued, as one batch within its limits. None: nothing to send now."""
+        if self._control:
+            return self._control.popleft()
+        if not self._queued:
+            return None
+        self._last_batch += 1
+        batch = pb.Batch(number=self._last_batch)
+        tickets: list[int] = []
+        blocks = 0
+        while self._queued and len(tickets) < MAX_OPS_PER_BATCH:
+            ticket, op = self._queued[0]
+            blocks += op_blocks(op)
+            if tickets and blocks > MAX_BLOCKS_PER_BATCH:
+                break
+            self._queued.popleft()
+            tickets.append(ticket)
+            batch.ops.append(op)
+        self._sent[batch.number] = tickets
+        return pb.ClientMessage(batch=batch)
+
+    # ---- the daemon's side
+
+    def receive(self, message: pb.ServerMessage) -> list[Event]:
+        """What one message means."""
+        kind = message.WhichOneof("kind") or "nothing"
+        after = _TRANSITIONS.get((self.state, kind))
+        if after is None or (self.epoch and message.epoch != self.epoch):
+            return self.lost(errors.InternalFault(f"the daemon sent {kind} in state {self.state}, epoch {message.epoch!r}"))
+        if after is State.OVER:
+            return self.lost(errors.from_code(message.ended.code, message.ended.text))
+        self.state = after
+        match kind:
+            case "welcome":
+                self.epoch, self.id = message.epoch, message.welcome.session
+                return [Welcomed(message.welcome)]
+            case "ready":
+                return [Opened()]
+            case "reply":
+                return self._replied(message.reply)
+            case _:
+                return self._granted(message.grant)
+
+    def lost(self, error: errors.KVStoreError) -> list[Event]:
+        """The session is over. Every operation without an answer fails with `error`, every unsettled lease too."""
+        if self.state is State.OVER:
+            return []
+        self.state, self.error = State.OVER, error
+        waiting = [ticket for tickets in self._sent.values() for ticket in tickets] + [ticket for ticket, _ in self._queued]
+        events: list[Event] = [Answered(ticket, Failed(error)) for ticket in waiting]
+        for lease, granting in self._granting.items():
+            if not granting.settled:
+                granting.error = error
+                events.append(Settled(lease, granting))
+        self._sent.clear()
+        self._queued.clear()
+        self._control.clear()
+        self._granting.clear()
+        self._leases.clear()
+        return [*events, Over(error)]
+
+    def _replied(self, reply: pb.BatchReply) -> list[Event]:
+        tickets = self._sent.get(reply.number)
+        if tickets is None or reply.first_op + len(reply.replies) > len(tickets):
+            return self.lost(errors.InternalFault(f"the daemon answered batch {reply.number}, which was not sent"))
+        events: list[Event] = []
+        for ticket, op_reply in zip(tickets[reply.first_op :], reply.replies, strict=False):
+            answer = read_answer(op_reply)
+            events.append(Answered(ticket, answer))
+            lease = self._leases.pop(ticket, 0)
+            if lease in self._granting:
+                events.extend(self._acquire_answered(lease, answer))
+        if reply.first_op + len(reply.replies) == len(tickets):
+            del self._sent[reply.number]
+        return events
+
+    def _acquire_answered(self, lease: int, answer: Answer) -> list[Event]:
+        granting = self._granting[lease]
+        if isinstance(answer, Failed):
+            granting.error = answer.error
+        elif isinstance(answer, Expected) and answer.blocks == 0:
+            granting.ended = answer.reason
+        return [Settled(lease, granting)] if granting.settled else []
+
+    def _granted(self, grant: pb.Grant) -> list[Event]:
+        granting = self._granting.get(grant.lease)
+        if granting is None or granting.settled:
+            return []
+        members = max(grant.members, 1)
+        units = np.frombuffer(grant.units, "<u4").reshape(members, -1)
+        generations = np.frombuffer(grant.generations, "<u4").reshape(members, -1)
+        if granting.blocks == 0:
+            granting.units, granting.generations = units, generations
+        elif units.shape[1]:
+            granting.units = np.concatenate([granting.units, units], axis=1)
+            granting.generations = np.concatenate([granting.generations, generations], axis=1)
+        granting.ended = grant.ended
+        return [Settled(grant.lease, granting)] if grant.ended else []
+
+
+def op_blocks(op: pb.Op) -> int:
+    """How many blocks an operation counts for in its batch's limit."""
+    match op.WhichOneof("kind"):
+        case "acquire":
+            return len(op.acquire.hashes) // 32
+        case "reserve":
+            return op.reserve.count + len(op.reserve.hashes) // 32
+        case "commit":
+            return len(op.commit.hashes) // 32
+        case _:
+            return 0
