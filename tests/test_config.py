@@ -1,6 +1,7 @@
 """The settings tree and its three sources."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,13 @@ def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) 
     text = " ".join(capsys.readouterr().out.split())
     for words in ("--dram SIZE, --dram-bytes SIZE", "the arena in host memory (default 2.0 GiB)", "--nvme-write through|on_evict|off"):
         assert words in text
+
+
+def test_the_compose_file_sets_settings_that_exist() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docker-compose.yml").read_text()
+    env = dict(re.findall(r"^ +(KVSTORE_\w+): (\S+)$", text, re.MULTILINE))
+    settings = load(env=env)
+    arena_mib = int(re.findall(r"o: size=(\d+)m", text)[0])
+    assert settings.dram.bytes < arena_mib * MIB
+    assert {settings.dram.dir, settings.nvme.path} <= set(re.findall(r"^ +- \w+:(/\S+)$", text, re.MULTILINE))
+    assert f"{settings.metrics.rpartition(':')[2]}/metrics" in text

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 HERE = Path(__file__).resolve().parent.parent
 LINKED = ("tiers", "clients", "kernels", "proto")
@@ -88,23 +89,18 @@ def _base_environment(folder: Path) -> Path:
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     site = next((folder / "lib").glob("python*")) / "site-packages"
     declared = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    waiting, seen = ["setuptools", *map(_name, declared)], set()
+    waiting, seen = [Requirement("setuptools"), *map(Requirement, declared)], set()
     while waiting:
-        name = waiting.pop()
-        if name in seen:
+        wanted = waiting.pop()
+        if wanted.name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
-        seen.add(name)
-        found = importlib.metadata.distribution(name)
-        waiting += [_name(each) for each in found.requires or () if ";" not in each]  # what a marker guards is not for here
+        seen.add(wanted.name)
+        found = importlib.metadata.distribution(wanted.name)
+        waiting += map(Requirement, found.requires or ())
         for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site / top).exists():
                 (site / top).symlink_to(str(found.locate_file(top)))
     return folder / "bin" / "python"
-
-
-def _name(requirement: str) -> str:
-    """The distribution's name at the start of a requirement."""
-    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def _check_install(python: Path, *what: str) -> None:
