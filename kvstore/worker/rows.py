@@ -1,0 +1,181 @@
+"""A block's bytes as rows of tensors: how K and V are found in an arena, gathered and written. All paged addressing is here.
+
+The arena is seen as a matrix whose rows are as long as every part of a block allows: the greatest common divisor of 4 KiB (where
+slots start) and of one head's keys and values (which lie together in kv1). A gather of any blocks of any layer is then one
+`index_select` of whole rows, at the speed of memory. Not thread-safe; a write and a gather are ordered by their caller.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvstore.errors import GeometryError
+from kvstore.geometry import UNIT_BYTES, Geometry
+
+
+class RowLayout:
+    """Where the keys and values of one layer lie, counted in rows. Raises GeometryError for layouts other than kv1 with heads."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        if geometry.format != "kv1" or geometry.kind != "mha" or geometry.quant is not None:
+            raise GeometryError("the worker reads kv1 blocks with keys and values per head and without scales; choose such a geometry")
+        self.geometry = geometry
+        self.dtype = cast(torch.dtype, getattr(torch, geometry.dtype))
+        self.heads, self.tokens = geometry.kv_heads, geometry.block_tokens
+        self.key_dim, self.value_dim = geometry.key_dim, geometry.value_dim
+        key_bytes = self.tokens * self.key_dim * self.dtype.itemsize
+        value_bytes = self.tokens * self.value_dim * self.dtype.itemsize
+        row_bytes = math.gcd(UNIT_BYTES, key_bytes, value_bytes)
+        self.row_items = row_bytes // self.dtype.itemsize
+        self.unit_rows = UNIT_BYTES // row_bytes
+        self._key_rows, self._value_rows = key_bytes // row_bytes, value_bytes // row_bytes
+        self.layer_rows = self.heads * (self._key_rows + self._value_rows)
+        heads = torch.arange(self.heads)[:, None]
+        # Of each head's keys, of each head's values: the rows from a layer's start, [head, rows].
+        self._key_at = heads * self._key_rows + torch.arange(self._key_rows)
+        self._value_at = self.heads * self._key_rows + heads * self._value_rows + torch.arange(self._value_rows)
+
+    def key_rows(self, starts: Tensor) -> Tensor:
+        """[head × block × rows of a head's keys] in layer 0, for the first rows `starts` [block] of slots."""
+        return (self._key_at[:, None, :] + starts[None, :, None]).flatten()
+
+    def value_rows(self, starts: Tensor) -> Tensor:
+        """As `key_rows`, for the values."""
+        return (self._value_at[:, None, :] + starts[None, :, None]).flatten()
+
+    def split(self, rows: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Gathered rows as keys [head, token, key_dim] and values [head, token, value_dim]; both are views."""
+        middle = blocks * self.heads * self._key_rows
+        keys = rows[:middle].view(self.heads, blocks * self.tokens, self.key_dim)
+        return keys, rows[middle:].view(self.heads, blocks * self.tokens, self.value_dim)
+
+
+class ArenaRows:
+    """One mapped arena seen through a layout. Keeps the mapping alive; `address` tells two mappings apart."""
+
+    def __init__(self, layout: RowLayout, arena: NDArray[np.uint8]) -> None:
+        whole = len(arena) // UNIT_BYTES * UNIT_BYTES
+        self.layout = layout
+        self.address = arena.ctypes.data
+        self.items = torch.from_numpy(arena)[:whole].view(layout.dtype)
+        self.rows = self.items.view(-1, layout.row_items)
+
+    def starts(self, units: Sequence[int]) -> Tensor:
+        """First rows [block] of the slots at `units`."""
+        return torch.tensor(units, dtype=torch.int64) * self.layout.unit_rows
+
+    def write_part(self, unit: int, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Write tokens [first, first + n) of one block: keys [head, n, key_dim], values [head, n, value_dim]."""
+        layout = self.layout
+        at = (unit * layout.unit_rows + layer * layout.layer_rows) * layout.row_items
+        for part, dim in ((keys, layout.key_dim), (values, layout.value_dim)):
+            room = layout.tokens * dim
+            self.items.as_strided(part.shape, (room, dim, 1), at + first * dim).copy_(part)
+            at += layout.heads * room
+
+    def write_whole(self, units: Sequence[int], layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write whole blocks: keys [head, blocks × tokens, key_dim], values likewise."""
+        layout = self.layout
+        starts = self.starts(units) + layer * layout.layer_rows
+        for at, part in ((layout.key_rows(starts), keys), (layout.value_rows(starts), values)):
+            self.rows[at] = part.contiguous().view(-1, layout.row_items)
+
+
+@dataclass
+class Run:
+    """Consecutive blocks of a sequence that lie in one arena."""
+
+    arena: ArenaRows
+    units: list[int] = field(default_factory=list)
+
+
+class BlockTable:
+    """Where the blocks of one sequence lie, in order. Nearly always one run; a second one once an arena has been lost."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self.runs: list[Run] = []
+        self._blocks = 0
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def append(self, arena: ArenaRows, units: Sequence[int]) -> None:
+        """Add blocks at the end."""
+        if not self.runs or self.runs[-1].arena is not arena:
+            self.runs.append(Run(arena))
+        self.runs[-1].units.extend(units)
+        self._blocks += len(units)
+
+    def between(self, first: int, last: int) -> Iterator[tuple[int, ArenaRows, list[int]]]:
+        """Blocks [first, last), as (index of the first, arena, units) per run."""
+        start = 0
+        for run in self.runs:
+            low, high = max(first, start), min(last, start + len(run.units))
+            if low < high:
+                yield low, run.arena, run.units[low - start : high - start]
+            start += len(run.units)
+
+    def write(self, layer: int, position: int, keys: Tensor, values: Tensor) -> None:
+        """Write the K and V of consecutive tokens, the first at `position`: keys [head, token, key_dim], values likewise."""
+        size, total = self.layout.tokens, keys.shape[1]
+        done = 0
+        while done < total:
+            block, inside = divmod(position + done, size)
+            whole = 0 if inside else (total - done) // size
+            _, arena, units = next(self.between(block, block + max(whole, 1)))
+            if whole:
+                count = len(units) * size
+                arena.write_whole(units, layer, keys[:, done : done + count], values[:, done : done + count])
+            else:
+                count = min(size - inside, total - done)
+                arena.write_part(units[0], layer, inside, keys[:, done : done + count], values[:, done : done + count])
+            done += count
+
+
+class Scratch:
+    """Where one layer of one sequence is gathered. It grows to the longest context seen and is used again for every layer."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self._rows = torch.empty((0, layout.row_items), dtype=layout.dtype)
+
+    def take(self, blocks: int) -> Tensor:
+        """Rows for `blocks` blocks of one layer; the next `take` may hand out the same ones."""
+        needed = blocks * self.layout.layer_rows
+        if needed > len(self._rows):
+            self._rows = torch.empty((needed + needed // 4, self.layout.row_items), dtype=self.layout.dtype)
+        return self._rows[:needed]
+
+
+class Gatherer:
+    """The reading of one block table, layer by layer: the rows of all its blocks are found once, then shifted by the layer."""
+
+    def __init__(self, table: BlockTable, blocks: int) -> None:
+        self.layout, self.blocks = table.layout, blocks
+        self._parts: list[tuple[int, int, ArenaRows, Tensor]] = []
+        for first, arena, units in table.between(0, blocks):
+            starts = arena.starts(units)
+            index = torch.cat((self.layout.key_rows(starts), self.layout.value_rows(starts)))
+            self._parts.append((first, len(units), arena, index))
+
+    def layer(self, layer: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """Keys [head, token, key_dim] and values [head, token, value_dim] of all blocks, in scratch."""
+        out = scratch.take(self.blocks)
+        shift = layer * self.layout.layer_rows
+        keys, values = self.layout.split(out, self.blocks)
+        if len(self._parts) == 1:
+            _, _, arena, index = self._parts[0]
+            torch.index_select(arena.rows, 0, index + shift, out=out)
+            return keys, values
+        for first, count, arena, index in self._parts:
+            part = self.layout.split(arena.rows.index_select(0, index + shift), count)
+            tokens = slice(first * self.layout.tokens, (first + count) * self.layout.tokens)
+            keys[:, tokens], values[:, tokens] = part
+        return keys, values
