@@ -1,0 +1,59 @@
+"""What the mover hands to the lanes: a few pieces of byte work of one kind, done by one thread without a pause between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.cache.messages import AssignExtent, StartDelete, StartRead, StartWrite, TransferResult
+
+
+@dataclass(frozen=True)
+class NamespaceFacts:
+    """What moving a block needs to know of its namespace."""
+
+    digest: bytes
+    slot_units: int
+    block_bytes: int
+
+
+Namespaces = Mapping[int, NamespaceFacts]  # by the cache core's id; the daemon keeps it up to date
+
+
+@dataclass(frozen=True, eq=False)
+class ReadJob:
+    """Blocks to copy up and verify."""
+
+    items: tuple[StartRead, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class WriteJob:
+    """Blocks to copy down: all their bytes, then all their records."""
+
+    items: tuple[StartWrite, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DeleteJob:
+    """Records to overwrite."""
+
+    items: tuple[StartDelete, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AssignJob:
+    """Extents whose slot size changes."""
+
+    items: tuple[AssignExtent, ...]
+
+
+Job = ReadJob | WriteJob | DeleteJob | AssignJob
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What became of one item. `checksum` (low, high) of the bytes, for blocks copied down."""
+
+    result: TransferResult
+    checksum: tuple[int, int] | None = None

@@ -1,0 +1,185 @@
+"""Decides which byte work runs next. Sans-I/O: decisions of the cache core go in, jobs come out, results go in, reports come out.
+
+Order: blocks that somebody waits for; extents and deletes, which free slots; write-through, under its budget; guesses. At most
+one job a lane is out, so nothing ever queues behind less urgent work; background work leaves one lane free for whoever waits.
+Work already out is not recalled: `blocks_per_job` bounds how long that takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartWrite, Tier, TransferDone, TransferResult
+from kvstore.daemon.budget import ByteBudget
+from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, Namespaces, ReadJob, WriteJob
+from kvstore.errors import InternalFault
+from kvstore.geometry import UNIT_BYTES
+
+BLOCKS_PER_JOB = 8  # blocks: a thread's hand-over costs about as much as a small block, and 8 of 4 MiB still take under 20 ms
+DELETES_PER_JOB = 64  # deletes: each may be many records, which lie together
+
+
+@dataclass(frozen=True)
+class MoverLimits:
+    lanes: int  # threads
+    queue_depth: int  # blocks in flight
+    extent_units: int  # of the nvme tier
+    write_bytes_per_s: int = 0  # 0: no limit
+
+
+class Mover:
+    """Called from the event loop only. `add` may be called from inside `next_writes`."""
+
+    def __init__(self, limits: MoverLimits, namespaces: Namespaces, next_writes: Callable[[int], list[StartWrite]]) -> None:
+        """`next_writes(limit)` gives up to `limit` blocks to copy down now; it `add`s an AssignExtent that they rely on before it returns."""
+        self._limits = limits
+        self._namespaces = namespaces
+        self._next_writes = next_writes
+        self._budget = ByteBudget(limits.write_bytes_per_s)
+        self._over_budget = False
+        self._demand: dict[int, StartRead] = {}  # by transfer, in order of arrival
+        self._prefetch: dict[int, StartRead] = {}
+        self._deletes: deque[StartDelete] = deque()
+        self._assigns: dict[int, AssignExtent] = {}  # by extent; the newest counts
+        self._assigns_out: set[int] = set()
+        self._assigns_failed: dict[int, AssignExtent] = {}  # tried again when a block for the extent comes
+        self._held: deque[StartWrite] = deque()  # blocks for extents whose assignment is not on disk yet
+        self._out: dict[Job, float] = {}  # and since when
+
+    def add(self, decision: StartRead | StartDelete | AssignExtent) -> None:
+        """Queue one decision. A read that is queued as a guess and comes again as a demand moves up."""
+        match decision:
+            case StartRead():
+                self._prefetch.pop(decision.transfer, None)
+                queue = self._demand if decision.priority is Priority.DEMAND else self._prefetch
+                queue[decision.transfer] = decision
+            case StartDelete():
+                self._deletes.append(decision)
+            case AssignExtent():
+                if decision.tier is not Tier.NVME:
+                    raise InternalFault(f"the mover got an extent of {decision.tier.name}; only nvme keeps its extents on disk")
+                self._assigns_failed.pop(decision.extent, None)
+                self._assigns[decision.extent] = decision
+
+    def next_jobs(self, now: float) -> list[Job]:
+        """The jobs to start now. Call after every `add`, every `finished`, and at `wake_at`."""
+        jobs: list[Job] = []
+        self._over_budget = False
+        while (job := self._next_job(now)) is not None:
+            self._out[job] = now
+            jobs.append(job)
+        return jobs
+
+    def finished(self, job: Job, results: Sequence[Moved], now: float) -> list[TransferDone]:
+        """A job is done, with one result an item. Answers what the cache core is to be told."""
+        if self._out.pop(job, None) is None:
+            raise InternalFault("the mover was told of the end of a job that it had not started, or twice")
+        if len(results) != len(job.items):
+            results = [Moved(TransferResult.FAILED)] * len(job.items)
+        if isinstance(job, AssignJob):
+            return self._assigned(job, results)
+        transfers = [item.transfer for item in job.items]
+        return [TransferDone(transfer, moved.result, moved.checksum) for transfer, moved in zip(transfers, results, strict=True)]
+
+    def wake_at(self) -> float | None:
+        """When to call `next_jobs` again though nothing happened; None: not needed."""
+        return self._budget.allows_at() if self._over_budget else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was added or taken is still to be done. (The core may have more to write.)"""
+        return not (self._out or self._demand or self._prefetch or self._deletes or self._assigns or self._held)
+
+    @property
+    def blocks_out(self) -> int:
+        """Blocks being copied now."""
+        return sum(len(job.items) for job in self._out if isinstance(job, ReadJob | WriteJob))
+
+    @property
+    def reads_queued(self) -> int:
+        """Blocks that wait to be copied up."""
+        return len(self._demand) + len(self._prefetch)
+
+    def longest_out_s(self, now: float) -> float:
+        """For how long the oldest job has been out; a large value means that the disk does not answer."""
+        return now - min(self._out.values(), default=now)
+
+    # ---- choosing
+
+    def _next_job(self, now: float) -> Job | None:
+        lanes_free = self._limits.lanes - len(self._out)
+        room = min(BLOCKS_PER_JOB, self._limits.queue_depth - self.blocks_out)
+        if lanes_free <= 0:
+            return None
+        if room > 0 and (demand := self._take_demand(now, room, lanes_free)):
+            return ReadJob(demand)
+        if self._limits.lanes > 1 and lanes_free == 1:
+            return None  # kept for whoever waits next
+        job = self._assign_job() or self._delete_job()
+        if job is None and room > 0:
+            job = self._write_job(now, room) or self._prefetch_job(room)
+        return job
+
+    def _take_demand(self, now: float, room: int, lanes_free: int) -> tuple[StartRead, ...]:
+        """The oldest ones, spread over the free lanes. One whose deadline has passed has nobody waiting: it becomes a guess."""
+        while self._demand and (first := next(iter(self._demand.values()))).deadline_at <= now:
+            self._prefetch[first.transfer] = self._demand.pop(first.transfer)
+        share = min(room, -(-len(self._demand) // lanes_free))
+        return tuple(self._demand.pop(transfer) for transfer in list(itertools.islice(self._demand, share)))
+
+    def _assign_job(self) -> Job | None:
+        ready = [assign for extent, assign in self._assigns.items() if extent not in self._assigns_out]
+        for assign in ready:
+            del self._assigns[assign.extent]
+            self._assigns_out.add(assign.extent)
+        return AssignJob(tuple(ready)) if ready else None
+
+    def _delete_job(self) -> Job | None:
+        count = min(len(self._deletes), DELETES_PER_JOB)
+        return DeleteJob(tuple(self._deletes.popleft() for _ in range(count))) if count else None
+
+    def _write_job(self, now: float, room: int) -> Job | None:
+        if not self._budget.allows(now):
+            self._over_budget = True
+            return None
+        if not self._held:
+            self._held.extend(self._next_writes(room))
+        ready = [write for write in self._held if self._on_disk(write)][:room]
+        if not ready:
+            return self._assign_job()  # what the blocks just taken wait for
+        self._held = deque(write for write in self._held if write not in ready)
+        self._budget.spend(sum(self._slot_bytes(write) for write in ready))
+        return WriteJob(tuple(ready))
+
+    def _prefetch_job(self, room: int) -> Job | None:
+        taken = [self._prefetch.pop(transfer) for transfer in list(itertools.islice(self._prefetch, room))]
+        return ReadJob(tuple(taken)) if taken else None
+
+    # ---- extents
+
+    def _on_disk(self, write: StartWrite) -> bool:
+        """Whether the extent of its target holds slots of its size on disk too. One that could not be assigned is tried again."""
+        extent = write.target_units // self._limits.extent_units
+        if extent in self._assigns_failed:
+            self._assigns[extent] = self._assigns_failed.pop(extent)
+        return extent not in self._assigns and extent not in self._assigns_out
+
+    def _assigned(self, job: AssignJob, results: Sequence[Moved]) -> list[TransferDone]:
+        """Blocks held for an extent that could not be assigned fail as it did."""
+        failed: dict[int, TransferResult] = {}
+        for assign, moved in zip(job.items, results, strict=True):
+            self._assigns_out.discard(assign.extent)
+            if moved.result is not TransferResult.OK and assign.extent not in self._assigns:
+                self._assigns_failed[assign.extent] = assign
+                failed[assign.extent] = moved.result
+        extent_units = self._limits.extent_units
+        given_up = [write for write in self._held if write.target_units // extent_units in failed]
+        self._held = deque(write for write in self._held if write not in given_up)
+        return [TransferDone(write.transfer, failed[write.target_units // extent_units]) for write in given_up]
+
+    def _slot_bytes(self, write: StartWrite) -> int:
+        facts = self._namespaces.get(write.namespace)
+        return facts.slot_units * UNIT_BYTES if facts else 0
