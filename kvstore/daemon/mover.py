@@ -34,7 +34,7 @@ class Mover:
     """Called from the event loop only. `add` may be called from inside `next_writes`."""
 
     def __init__(self, limits: MoverLimits, namespaces: Namespaces, next_writes: Callable[[int], list[StartWrite]]) -> None:
-        """`next_writes(limit)` gives up to `limit` blocks to copy down now; it `add`s an AssignExtent that they rely on before it returns."""
+        """`next_writes(limit)` gives up to `limit` blocks to copy down; it `add`s an AssignExtent that they rely on before it returns."""
         self._limits = limits
         self._namespaces = namespaces
         self._next_writes = next_writes
