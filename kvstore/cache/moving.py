@@ -268,8 +268,14 @@ def _start_write(state: State, slot: int) -> StartWrite | None:
     checksum = (low, high) if index.flags_at[row] & HAS_CHECKSUM else None
     namespace, parent = index.namespace_at[row], index.hash_bytes(index.parent_at[row])
     return StartWrite(
-        transfer.id, namespace, index.hash_bytes(row), parent,
-        state.dram.units_at[slot], table.units_at[target], table.generation_at[target], checksum,
+        transfer.id,
+        namespace,
+        index.hash_bytes(row),
+        parent,
+        state.dram.units_at[slot],
+        table.units_at[target],
+        table.generation_at[target],
+        checksum,
     )
 
 

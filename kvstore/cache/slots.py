@@ -1,7 +1,8 @@
 """The slots of one tier: extents, size classes, and what each slot is doing.
 
 A tier is cut into extents of equal size; an extent holds slots of one size while it is assigned. Slot numbers are dense (an extent gets
-a range of them when it is assigned), 0 means "none". A slot's address is its offset in 4 KiB units; with its generation it names one tenure.
+a range of them when it is assigned), 0 means "none". A slot's address is its offset in 4 KiB units; with its generation it names one
+tenure.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class SlotTable:
         """All slots of one size, in extent order."""
         extents = np.flatnonzero(self.extent_slot_units == slot_units)
         per_extent = self.extent_units // slot_units
-        slots: SlotIds = (self.extent_first[extents][:, None] + np.arange(per_extent, dtype=np.int32)).ravel()
-        return slots
+        slots = self.extent_first[extents][:, None] + np.arange(per_extent, dtype=np.int32)
+        return slots.ravel().astype(np.int32)
 
     # ---- extents
 

@@ -224,6 +224,14 @@ class State:
             self._candidates[key] = Candidates(self.index, self.tables[tier], self.policies[tier], slot_units)
         return self._candidates[key]
 
+    def listed_candidates(self) -> list[tuple[tuple[Tier, int], Candidates]]:
+        """Every size class whose candidates are kept, by (tier, slot_units)."""
+        return list(self._candidates.items())
+
+    def waiting_deletes(self) -> list[int]:
+        """Nvme slots whose records will be deleted with the next drain."""
+        return self._deletes
+
     # ---- steps that keep the books
 
     def touch(self, tier: Tier, slot: int) -> None:

@@ -49,9 +49,7 @@ def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Rese
         if slot:
             slots.append(slot)
     outcomes = [BlockOutcome.SLOT] * len(slots) + ([] if outcome is BlockOutcome.SLOT else [outcome])
-    return Reserved(
-        request.reservation, np.array(outcomes, np.uint8), state.dram.units[slots], state.dram.generation[slots]
-    )
+    return Reserved(request.reservation, np.array(outcomes, np.uint8), state.dram.units[slots], state.dram.generation[slots])
 
 
 def _take_slot(state: State, session: Session, request: Reserve) -> tuple[BlockOutcome, int]:

@@ -1,0 +1,237 @@
+"""The rules that always hold, one function a rule, each by brute force over the arrays.
+
+Run after every step of the property test and the simulation, by `fsck`, and by the daemon when it is idle. Each returns the violations it
+found, as sentences; none means that the rule holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
+from kvstore.cache.messages import UNIT_BYTES, Tier
+from kvstore.cache.slots import QUEUED, SlotState, SlotTable
+from kvstore.cache.state import Lease, State, TransferKind
+
+Rule = Callable[[State], Iterator[str]]
+
+
+def all_leases(state: State) -> list[Lease]:
+    """Every lease that stands, each once."""
+    found: dict[int, Lease] = {}
+    for mine in [session.leases for session in state.sessions.values()] + [group.leases for group in state.groups.values()]:
+        found.update({id(lease): lease for lease in mine.values()})
+    return list(found.values())
+
+
+def _used_slots(table: SlotTable) -> list[int]:
+    return np.flatnonzero((table.state != SlotState.UNASSIGNED) & (table.state != SlotState.FREE)).tolist()
+
+
+def visible_after_stored(state: State) -> Iterator[str]:
+    """A block can be found only after all its bytes are in a tier; row and slot agree about it, and the table finds the row."""
+    index = state.index
+    rows = index.rows()
+    found = index.find_each(index.namespace[rows], index.hash[rows])
+    for row in rows[found != rows].tolist():
+        yield f"row {row} is not found by its own key"
+    for tier, table in state.tables.items():
+        for row in rows[index.slot[tier][rows] > 0].tolist():
+            slot = index.slot_at[tier][row]
+            if table.state_at[slot] != SlotState.LIVE or table.row_at[slot] != row:
+                there = SlotState(table.state_at[slot]).name
+                yield f"row {row} names {tier.name} slot {slot}, which is {there} for row {table.row_at[slot]}"
+        for slot in np.flatnonzero(table.state == SlotState.LIVE).tolist():
+            if index.slot_at[tier][table.row_at[slot]] != slot:
+                yield f"live {tier.name} slot {slot} is not its row's"
+    in_flight = set(rows[(index.flags[rows] & IN_FLIGHT) > 0].tolist())
+    if in_flight != set(state.writers):
+        yield f"rows in flight {in_flight} and their writers {set(state.writers)} differ"
+    for row in in_flight:
+        if index.stored(row):
+            yield f"row {row} is both stored and in flight"
+
+
+def never_wrong(state: State) -> Iterator[str]:
+    """What is below dram can be verified; what returned wrong bytes is out of use."""
+    index = state.index
+    if Tier.NVME not in state.tables:
+        return
+    rows = np.flatnonzero(index.slot[Tier.NVME])
+    for row in rows[(index.flags[rows] & HAS_CHECKSUM) == 0].tolist():
+        yield f"row {row} is on nvme without a checksum"
+    for tier, table in state.tables.items():
+        for slot in np.flatnonzero(table.state == SlotState.QUARANTINED).tolist():
+            if table.row_at[slot]:
+                yield f"quarantined {tier.name} slot {slot} still has row {table.row_at[slot]}"
+
+
+def leased_stays(state: State) -> Iterator[str]:
+    """A slot with a lease, reservation, transfer or orphan on it is not reused: the counts are right, and such slots are not free."""
+    holds: Counter[int] = Counter(slot for lease in all_leases(state) for member in lease.slots for slot in member if slot > 0)
+    transfers = {tier: Counter[int]() for tier in state.tables}
+    for transfer in state.transfers.values():
+        if transfer.kind is TransferKind.DELETE:
+            transfers[Tier.NVME].update(transfer.deleting)
+            continue
+        down = transfer.kind is TransferKind.WRITE
+        transfers[Tier.DRAM if down else Tier.NVME][transfer.source] += 1
+        transfers[Tier.NVME if down else Tier.DRAM][transfer.target] += 1
+    for slot in state.waiting_deletes():
+        transfers[Tier.NVME][slot] += 1
+    for tier, table in state.tables.items():
+        expected = holds if tier is Tier.DRAM else Counter[int]()
+        for slot in set(np.flatnonzero(table.holds).tolist()) | set(expected):
+            if table.holds_at[slot] != expected[slot]:
+                yield f"{tier.name} slot {slot} counts {table.holds_at[slot]} leases, {expected[slot]} stand"
+        for slot in set(np.flatnonzero(table.transfers).tolist()) | set(transfers[tier]):
+            if table.transfers_at[slot] != transfers[tier][slot]:
+                yield f"{tier.name} slot {slot} counts {table.transfers_at[slot]} transfers, {transfers[tier][slot]} run"
+        idle = (SlotState.FREE, SlotState.UNASSIGNED)
+        for slot in np.flatnonzero((table.holds > 0) | (table.transfers > 0)).tolist():
+            if table.state_at[slot] in idle:
+                yield f"{tier.name} slot {slot} is held and {SlotState(table.state_at[slot]).name}"
+    yield from _reserved_agree(state)
+
+
+def _reserved_agree(state: State) -> Iterator[str]:
+    for session in state.sessions.values():
+        wanted = SlotState.ORPHANED if session.ended else SlotState.RESERVED
+        for slot in session.reserved:
+            if state.dram.state_at[slot] != wanted:
+                yield f"slot {slot} reserved by session {session.id} is {SlotState(state.dram.state_at[slot]).name}"
+
+
+def promise_kept(state: State) -> Iterator[str]:
+    """What was granted stays readable until released: same slot, same generation, live or doomed."""
+    for lease in all_leases(state):
+        for slots, generations in zip(lease.slots, lease.generations, strict=True):
+            for position, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+                if slot <= 0:
+                    continue
+                if state.dram.generation_at[slot] != generation or state.dram.state_at[slot] not in (SlotState.LIVE, SlotState.DOOMED):
+                    yield f"lease {lease.id} position {position}: slot {slot} is no longer what was granted"
+
+
+def conserved(state: State) -> Iterator[str]:
+    """In bytes, per tier, the classes add up to the capacity, and each is what the slots say."""
+    for tier, table in state.tables.items():
+        counted = [0] * len(SlotState)
+        used = 0
+        for extent in np.flatnonzero(table.extent_slot_units).tolist():
+            slot_units = int(table.extent_slot_units[extent])
+            first, count = int(table.extent_first[extent]), table.extent_units // slot_units
+            states = table.state[first : first + count]
+            for slot_state in SlotState:
+                counted[slot_state] += int(np.count_nonzero(states == slot_state)) * slot_units * UNIT_BYTES
+            busy = int(np.count_nonzero(states != SlotState.FREE))
+            if busy != table.extent_used[extent]:
+                yield f"{tier.name} extent {extent} counts {table.extent_used[extent]} used slots, {busy} are"
+            used += count * slot_units * UNIT_BYTES
+        counted[SlotState.UNASSIGNED] += table.capacity_bytes - used
+        if counted != table.bytes_in:
+            yield f"{tier.name}: classes are booked as {table.bytes_in} and counted as {counted}"
+        free = Counter(slot for stack in table.free.values() for slot in stack)
+        really = np.flatnonzero(table.state == SlotState.FREE).tolist()
+        if free != Counter(really):
+            yield f"{tier.name}: the free stacks hold {len(free)} slots, {len(really)} are free"
+
+
+def leaves_first(state: State) -> Iterator[str]:
+    """The count of children per block and tier is right, so that only leaves can be candidates; links are sound."""
+    index = state.index
+    rows = index.rows()
+    for tier in index.tiers:
+        stored = rows[index.slot[tier][rows] > 0]
+        counted = np.bincount(index.parent[stored], minlength=index.capacity + 1)
+        for row in rows[counted[rows] != index.children[tier][rows]].tolist():
+            yield f"row {row} counts {index.children_at[tier][row]} children in {tier.name}, has {counted[row]}"
+    for row in rows.tolist():
+        for child in index.children_of(row):
+            if index.parent_at[child] != row:
+                yield f"row {child} is listed under {row} and names {index.parent_at[child]} as its parent"
+        empty = not index.stored(row) and not index.first_child_at[row] and not index.flags_at[row] & IN_FLIGHT
+        if empty:
+            yield f"row {row} has no bytes, no child and no writer, and is still there"
+
+
+def bounded(state: State) -> Iterator[str]:
+    """Every queue and table is within its limit."""
+    if state.index.used > state.index.capacity:
+        yield f"{state.index.used} rows of {state.index.capacity} are used"
+    if len(state.sessions) > state.sizes.max_sessions:
+        yield f"{len(state.sessions)} sessions, {state.sizes.max_sessions} allowed"
+    queued = int(np.count_nonzero(state.dram.flags & QUEUED))
+    if queued != len(state.to_write):
+        yield f"{len(state.to_write)} writes are queued, {queued} slots say so"
+    for session in state.sessions.values():
+        if session.limit_bytes and session.held_bytes > session.limit_bytes:
+            yield f"session {session.id} holds {session.held_bytes} bytes of {session.limit_bytes}"
+    promised = sum(session.guarantee_bytes for session in state.sessions.values() if not session.ended)
+    if promised > state.dram.capacity_bytes:
+        yield f"{promised} bytes are guaranteed of {state.dram.capacity_bytes}"
+
+
+def isolated(state: State) -> Iterator[str]:
+    """No lease or group of one tenant names a namespace of another."""
+    for session in state.sessions.values():
+        for lease in session.leases.values():
+            for namespace in lease.namespaces:
+                if state.spec(namespace).tenant != session.tenant:
+                    yield f"session {session.id} of {session.tenant} holds a lease in a namespace of {state.spec(namespace).tenant}"
+    for group in state.groups.values():
+        for namespace in group.namespaces:
+            if state.spec(namespace).tenant != group.tenant:
+                yield f"group {group.name} of {group.tenant} has a member of {state.spec(namespace).tenant}"
+
+
+def progress(state: State) -> Iterator[str]:
+    """Whatever may be evicted will be found when room is needed."""
+    for (tier, slot_units), candidates in state.listed_candidates():
+        for slot in candidates.missing().tolist():
+            yield f"{tier.name} slot {slot} of {slot_units} units may be evicted and is not listed"
+
+
+def honest(state: State) -> Iterator[str]:
+    """The figures that status and metrics show are those of the slots."""
+    for tier, table in state.tables.items():
+        used = _used_slots(table)
+        live = sum(table.state_at[slot] == SlotState.LIVE for slot in used)
+        if live != table.blocks:
+            yield f"{tier.name} reports {table.blocks} blocks, has {live}"
+        held = sum(table.slot_units_of(slot) for slot in used if table.is_held(slot)) * UNIT_BYTES
+        if held != table.held_bytes:
+            yield f"{tier.name} reports {table.held_bytes} bytes held, {held} are"
+    for session in state.sessions.values():
+        counts: Counter[int] = Counter(session.reserved.keys())
+        for lease in session.leases.values():
+            if lease.session == session.id:
+                counts.update(slot for member in lease.slots for slot in member if slot > 0)
+        booked = {int(slot): int(session.counts[slot]) for slot in np.flatnonzero(session.counts)}
+        if booked != dict(counts):
+            yield f"session {session.id} books {booked}, holds {dict(counts)}"
+        held = sum(state.dram.slot_units_of(slot) for slot in counts) * UNIT_BYTES
+        if held != session.held_bytes:
+            yield f"session {session.id} reports {session.held_bytes} bytes held, {held} are"
+
+
+RULES: tuple[Rule, ...] = (
+    visible_after_stored,
+    never_wrong,
+    leased_stays,
+    promise_kept,
+    conserved,
+    leaves_first,
+    bounded,
+    isolated,
+    progress,
+    honest,
+)
+
+
+def violations(state: State) -> list[str]:
+    """Every broken rule, as `rule-name: what`."""
+    return [f"{rule.__name__.replace('_', '-')}: {what}" for rule in RULES for what in rule(state)]
