@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 
 HERE = Path(__file__).resolve().parent.parent
 LINKED = ("tiers", "clients", "kernels", "proto")
-# Modules that may need what an extra brings; all others import with the base dependencies alone.
-EXTRAS = r"kvstore\.(worker|kernels|tiers\.hbm|clients\.(vllm|sglang|transformers))\b.*"
+# Modules that may need what an extra brings, or pytest; all others import with the base dependencies alone.
+EXTRAS = r"kvstore\.(worker|kernels|testing|tiers\.hbm|clients\.(vllm|sglang|transformers))\b.*"
 IMPORT_ALL = f"""
 import importlib.util, os, pkgutil, re, sys
 import kvstore
