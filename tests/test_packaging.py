@@ -107,7 +107,7 @@ def _check_install(python: Path, *what: str) -> None:
     """Install into a base environment, import everything, and run the command, all from a folder that holds no sources."""
     _run(sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", *what)
     elsewhere = python.parent
-    assert set(_run(str(python), "-c", IMPORT_ALL, cwd=elsewhere).split()) == _module_names()
+    assert set(_run(str(python), "-I", "-c", IMPORT_ALL, cwd=elsewhere).split()) == _module_names()
     assert _run(str(elsewhere / "kvstore"), "--version", cwd=elsewhere).startswith("kvstore ")
 
 
