@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ class DramTier:
         except BaseException:
             self._owner.release()
             raise
-        self.memory = self._file.units.data
+        self._units = self._file.units
+        self.memory = self._units.data
         self.notes = self._file.notes
         self.left_slot_units: NDArray[np.int32] = self._file.table.copy()  # the extent table as an earlier daemon left it
         self._health = HealthRecord()
@@ -117,13 +119,13 @@ class DramTier:
 
     def read(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """See `ByteTier.read`."""
-        for at, target in self._pieces(offset_bytes, targets):
-            np.copyto(np.frombuffer(target, np.uint8), self._file.units[at : at + target.nbytes])
+        for units, target in self._pieces(offset_bytes, targets):
+            np.copyto(np.frombuffer(target, np.uint8), units)
 
     def write(self, offset_bytes: int, sources: Sequence[memoryview]) -> None:
         """See `ByteTier.write`."""
-        for at, source in self._pieces(offset_bytes, sources):
-            np.copyto(self._file.units[at : at + source.nbytes], np.frombuffer(source, np.uint8))
+        for units, source in self._pieces(offset_bytes, sources):
+            np.copyto(units, np.frombuffer(source, np.uint8))
 
     def health(self) -> Health:
         """See `ByteTier.health`."""
@@ -132,11 +134,12 @@ class DramTier:
         return self._health.health()
 
     def close(self) -> None:
-        """Unmap the arena and leave its file for the next daemon. Idempotent."""
+        """Unmap the arena, once nobody has a view of it, and leave its file for the next daemon. Idempotent."""
         if self._open:
             self._open = False
             self._health.close()
             self._prefault.stop()
+            self._units, self.memory = np.zeros(0, np.uint8), memoryview(b"")
             self._file.close()
             self._owner.release()
 
@@ -145,12 +148,14 @@ class DramTier:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _pieces(self, offset_bytes: int, buffers: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
+    def _pieces(self, offset_bytes: int, buffers: Sequence[memoryview]) -> list[tuple[NDArray[np.uint8], memoryview]]:
+        """Each buffer with its part of the arena, which stays mapped while somebody has it."""
+        units = self._units
         if not self._open:
             raise Unavailable("dram: closed")
         check_range(self.name, self.capacity_bytes, offset_bytes, buffers)
-        starts = np.cumsum([offset_bytes, *(buffer.nbytes for buffer in buffers)])
-        return list(zip(starts.tolist(), buffers, strict=False))
+        starts = itertools.accumulate((buffer.nbytes for buffer in buffers), initial=offset_bytes)
+        return [(units[start : start + buffer.nbytes], buffer) for start, buffer in zip(starts, buffers, strict=False)]
 
 
 def _whole_extents(options: DramOptions) -> int:

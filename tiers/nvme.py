@@ -30,6 +30,8 @@ from kvstore.tiers.nvme_records import LoadedRecords, RecordFile
 from kvstore.tiers.record_codec import RecordState
 from kvstore.tiers.room import Request, allocate
 
+MAX_CAPACITY_BYTES = UNIT_BYTES << 32  # bytes: a slot's place is a count of units in 32 bits
+
 
 class Durable(StrEnum):
     """When a write counts as stored."""
@@ -71,11 +73,7 @@ class NvmeTier:
         fresh = Layout(uuid.uuid4().hex, 0, options.extent_units)
         directory = await NvmeDirectory.take(options.directory, fresh)
         try:
-            extents = options.capacity_bytes // (directory.layout.extent_units * UNIT_BYTES)
-            if extents < 1:
-                least = format_bytes(directory.layout.extent_units * UNIT_BYTES)
-                raise ConfigError(f"nvme: {format_bytes(options.capacity_bytes)} asked, one extent is {least}; set a larger --nvme-bytes")
-            return await cls._open(directory, extents, options.durable)
+            return await cls._open(directory, _whole_extents(options, directory.layout), options.durable)
         except BaseException as error:
             directory.close()
             if isinstance(error, OSError):
@@ -120,8 +118,10 @@ class NvmeTier:
         return await self.directory.add_namespace(digest, facts)
 
     def load(self) -> LoadedRecords:
-        """Every block that is here, oldest first; records of no use are erased. Call once, before the first write. Blocks for a second
-        per million records or so: call it in a thread."""
+        """Every block that was here when the tier was opened, oldest first; records of no use are erased.
+
+        Call once, before the first write. Takes about a second for a million records: call it in a thread.
+        """
         numbers = np.array([each.number for each in self.namespaces.values()], dtype=np.uint32)
         loaded = self._records.load(self._readable_units, numbers)
         useless = np.concatenate([loaded.torn_units, loaded.misplaced_units, loaded.superseded_units])
@@ -215,6 +215,16 @@ class NvmeTier:
             self._health.failed(kind, str(error))
             raise
         self._health.worked(kind)
+
+
+def _whole_extents(options: NvmeOptions, layout: Layout) -> int:
+    """How many extents fit. Raises ConfigError where that is none, or more than can be addressed."""
+    extent_bytes, asked = layout.extent_units * UNIT_BYTES, format_bytes(options.capacity_bytes)
+    if options.capacity_bytes < extent_bytes:
+        raise ConfigError(f"nvme: {asked} asked, one extent is {format_bytes(extent_bytes)}; set a larger --nvme-bytes")
+    if options.capacity_bytes > MAX_CAPACITY_BYTES:
+        raise ConfigError(f"nvme: {asked} asked, at most {format_bytes(MAX_CAPACITY_BYTES)} can be used; set a smaller --nvme-bytes")
+    return options.capacity_bytes // extent_bytes
 
 
 def _prepare_data(path: Path, capacity_bytes: int) -> None:

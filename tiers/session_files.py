@@ -39,7 +39,7 @@ class SessionFile:
         self._fd = fd
         self._map = mmap.mmap(fd, _file_bytes(int(header["units"])))
         self._bits = np.frombuffer(self._map, dtype=np.uint8, offset=BITS_OFFSET_BYTES)
-        self._taken = np.zeros(-(-len(self._bits) // PAGE_BYTES), dtype=np.bool_)  # pages of bits that have memory
+        self._taken = np.zeros(len(self._bits) // PAGE_BYTES, dtype=np.bool_)  # pages of bits that have memory
 
     @classmethod
     def create(cls, directory: Path, session: int, arena_identity: str, arena_units: int) -> SessionFile:
@@ -131,7 +131,8 @@ def _opened(path: Path) -> SessionFile | None:
 
 
 def _file_bytes(units: int) -> int:
-    return BITS_OFFSET_BYTES + -(-units // 8)
+    """Whole pages: memory for the bits is taken by the page."""
+    return BITS_OFFSET_BYTES + -(-units // (8 * PAGE_BYTES)) * PAGE_BYTES
 
 
 def _bit(units: Units) -> NDArray[np.uint8]:

@@ -1,0 +1,1 @@
+"""One suite a seam, passed by every implementation."""

@@ -1,0 +1,71 @@
+"""A directory has one owner, one format, and its namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from kvstore.errors import ConfigError, FormatError
+from kvstore.tiers import nvme_directory
+from tests.tiers.disk import (
+    Disk,
+    found,
+)
+
+
+def test_a_second_owner_is_told_who_has_it(disk: Disk) -> None:
+    tier = disk.filled(1)
+    with pytest.raises(ConfigError, match=rf"in use by another process \(pid {os.getpid()}\); stop that daemon"):
+        disk.open()
+    tier.close()
+    disk.open().close()
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_is_refused_with_the_command_that_clears_it(disk: Disk, version: object) -> None:
+    disk.filled(1).close()
+    path = disk.directory / "format.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
+    with pytest.raises(FormatError, match=f"kvstore fsck --clear {disk.directory}"):
+        disk.open()
+    assert "data" in nvme_directory.clear(disk.directory)
+    assert found(disk.open()) == {}
+
+
+@pytest.mark.parametrize("name", ["format.json", "namespaces.json"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": 1}', '"x"'])
+def test_a_damaged_small_file_is_refused_with_the_command_that_clears_it(disk: Disk, name: str, text: str) -> None:
+    disk.filled(1).close()
+    (disk.directory / name).write_text(text)
+    with pytest.raises(FormatError, match=f"kvstore fsck --clear {disk.directory}"):
+        disk.open()
+
+
+def test_blocks_without_a_format_are_refused(disk: Disk) -> None:
+    disk.filled(1).close()
+    (disk.directory / "format.json").unlink()
+    with pytest.raises(FormatError, match="fsck --clear"):
+        disk.open()
+
+
+def test_an_identity_stays_with_its_directory(disk: Disk) -> None:
+    tier = disk.open()
+    identity = tier.directory.layout.identity
+    tier.close()
+    assert disk.open().directory.layout.identity == identity
+
+
+def test_namespaces_added_at_once_all_last(disk: Disk) -> None:
+    tier = disk.open()
+
+    async def add() -> None:
+        await asyncio.gather(*(tier.add_namespace(bytes([n]) * 32, {"n": n}) for n in range(20)))
+
+    asyncio.run(add())
+    tier.close()
+    namespaces = disk.open().namespaces
+    assert {digest[0]: each.facts["n"] for digest, each in namespaces.items()} == {n: n for n in range(20)}
+    assert sorted(each.number for each in namespaces.values()) == list(range(1, 21))
