@@ -66,7 +66,7 @@ def _callable(method: MethodDescriptorProto, package: str) -> str:
 def _handler(method: MethodDescriptorProto) -> str:
     request, reply = _type(method.input_type), _type(method.output_type)
     takes = f"request_iterator: AsyncIterator[{request}]" if method.client_streaming else f"request: {request}"
-    gives = f"AsyncIterator[{reply}]" if method.server_streaming else f"Awaitable[{reply}]"
+    gives = f"AsyncIterator[{reply}] | Awaitable[None]" if method.server_streaming else f"Awaitable[{reply}]"
     return f"def {method.name}(self, {takes}, context: grpc.aio.ServicerContext[Any, Any]) -> {gives}: ..."
 
 

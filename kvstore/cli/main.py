@@ -14,6 +14,7 @@ EXIT_INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells expect
 
 # Each is a module beside this one, in the order that `--help` shows them.
 COMMANDS = (
+    "serve",
     "plan",
 )
 

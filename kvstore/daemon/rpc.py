@@ -1,0 +1,76 @@
+"""The edge of every call: the caller's tenant, the store's errors as gRPC statuses, and counts and times by method and code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from kvstore import errors
+
+PREFIX = "/kvstore.v1.KVStore/"
+UNIX_TENANT = "default"  # whoever may open the socket is of one trust domain
+
+log = logging.getLogger(__name__)
+
+
+class CallMeter(Protocol):
+    """Where calls are counted."""
+
+    def call_ended(self, method: str, code: str, seconds: float) -> None:
+        """A call of this method ended with this status."""
+
+
+def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Who is charged, and whose namespaces may be seen: known from the socket that the call came by."""
+    return UNIX_TENANT
+
+
+def status_of(error: errors.KVStoreError) -> tuple[grpc.StatusCode, str]:
+    """A store's error as it travels."""
+    return grpc.StatusCode[error.code], errors.to_text(error)
+
+
+class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
+    """Wraps every handler of the service; health and reflection pass unchanged."""
+
+    def __init__(self, meter: CallMeter) -> None:
+        self._meter = meter
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        name = handler_call_details.method
+        if handler is None or not name.startswith(PREFIX):
+            return handler
+        method = name.removeprefix(PREFIX)
+        kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+        return handler._replace(**{kind: self._wrapped(method, act) for kind in kinds if (act := getattr(handler, kind)) is not None})
+
+    def _wrapped(self, method: str, act: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            started_at = time.monotonic()
+            code, text = grpc.StatusCode.CANCELLED, ""
+            try:
+                reply = await act(request, context)
+                code = grpc.StatusCode.OK
+                return reply
+            except errors.KVStoreError as error:
+                code, text = status_of(error)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # an RPC's edge: a fault of ours must fail this call, not the daemon
+                log.exception("%s: unexpected", method)
+                code, text = status_of(errors.InternalFault(f"{error!r}; please report it"))
+            finally:
+                self._meter.call_ended(method, code.name, time.monotonic() - started_at)
+            return await context.abort(code, text)
+
+        return call

@@ -1,0 +1,58 @@
+"""Where the daemon listens: the Unix socket's place is made safe and free before grpc binds it (grpc would take a live one over)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+
+DIRECTORY_MODE = 0o750  # the trust domain's group may come in
+SOCKET_MODE = 0o660  # and connect
+PROBE_TIMEOUT_S = 2.0  # seconds: a daemon on this machine accepts at once, or its queue is full, which also means that it lives
+
+
+def claim(path: str) -> None:
+    """Make the directory, and remove the socket of a daemon that is dead. Raises ConfigError where one lives, or the path is no socket."""
+    place = Path(path)
+    try:
+        if not place.parent.is_dir():
+            place.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        _check_owner(place.parent)
+        try:
+            mode = place.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ConfigError(f"listen: {path} exists and is no socket; choose another path, or move it away")
+        if _answers(path):
+            raise ConfigError(f"listen: a daemon is serving on {path}; stop it, or give this one another --listen")
+        place.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"listen: {path}: {error.strerror}; choose another --listen") from error
+
+
+def open_to_group(path: str) -> None:
+    """Let the trust domain's group connect, and nobody else."""
+    os.chmod(path, SOCKET_MODE)
+
+
+def _check_owner(directory: Path) -> None:
+    """A directory in /tmp that another user made could lead clients to another daemon."""
+    status = directory.stat()
+    if status.st_uid not in (os.geteuid(), 0) and status.st_mode & stat.S_IWOTH == 0:
+        raise ConfigError(f"listen: {directory} belongs to another user; choose another --listen")
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except (TimeoutError, BlockingIOError):
+            return True
+    return True

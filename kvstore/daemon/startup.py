@@ -1,0 +1,166 @@
+"""Puts the daemon together: the tiers, the cache with what the disk holds and what survivors keep, and the transfers between them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvstore import errors
+from kvstore.cache.core import Cache
+from kvstore.cache.messages import Recovered
+from kvstore.cache.state import CacheSizes, extent_bytes_for
+from kvstore.config import Settings, format_bytes
+from kvstore.daemon.copier import Copier
+from kvstore.daemon.hub import Hub
+from kvstore.daemon.mover import MoverLimits
+from kvstore.daemon.namespaces import KnownNamespace
+from kvstore.daemon.transfers import Transfers
+from kvstore.geometry import UNIT_BYTES
+from kvstore.tiers.base import Health, HealthState
+from kvstore.tiers.dram import DramOptions, DramTier
+from kvstore.tiers.nvme import Durable, NvmeOptions, NvmeTier
+from kvstore.tiers.nvme_records import LoadedRecords
+
+STUCK_S = 10.0  # seconds: a disk that has not answered for so long is shown as degraded
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """All that a running daemon is made of, below its service."""
+
+    hub: Hub
+    dram: DramTier
+    nvme: NvmeTier | None
+
+    async def remember(self, namespace: KnownNamespace) -> None:
+        """Return when the namespace's facts are on disk: from then on its blocks may be."""
+        if self.nvme is not None and namespace.digest not in self.nvme.namespaces:
+            await self.nvme.add_namespace(namespace.digest, namespace.stored_facts())
+
+    def health(self) -> dict[str, Health]:
+        """Every tier's."""
+        states = {"dram": self.dram.health()}
+        if self.nvme is not None:
+            states["nvme"] = self.nvme.health()
+            if self.hub.transfers is not None and (stuck_s := self.hub.transfers.longest_out_s()) > STUCK_S:
+                states["nvme"] = Health(HealthState.DEGRADED, f"nvme: a transfer has been under way for {stuck_s:.0f} s; check the disk")
+        return states
+
+
+async def build(settings: Settings) -> Parts:
+    """Take all memory and disk space, and recover. Raises ConfigError and FormatError, each with what to do."""
+    epoch = secrets.token_hex(8)
+    nvme = await _open_nvme(settings)
+    try:
+        dram = await asyncio.to_thread(_open_dram, settings, epoch)
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
+    try:
+        hub = Hub(Cache(_sizes(settings, dram, nvme)), dram, epoch)
+        _keep_survivors(hub, dram)
+        if nvme is not None:
+            hub.transfers = _transfers(settings, hub, dram, nvme)
+            await _recover(hub, nvme)
+        hub.cache.dram_ready(dram.touched_units)
+        hub.settle()
+    except BaseException:
+        dram.close()
+        if nvme is not None:
+            nvme.close()
+        raise
+    for note in (*dram.notes, *(nvme.notes if nvme else ())):
+        log.warning("%s", note)
+    return Parts(hub, dram, nvme)
+
+
+async def _open_nvme(settings: Settings) -> NvmeTier | None:
+    if not settings.nvme.path:
+        return None
+    log.info("nvme: taking %s in %s", format_bytes(settings.nvme.bytes), settings.nvme.path)
+    extent_units = extent_bytes_for(settings.nvme.bytes) // UNIT_BYTES
+    durable = Durable(settings.nvme.durable)
+    return await NvmeTier.open(NvmeOptions(Path(settings.nvme.path), settings.nvme.bytes, extent_units, durable))
+
+
+def _open_dram(settings: Settings, epoch: str) -> DramTier:
+    log.info("dram: taking %s in %s", format_bytes(settings.dram.bytes), settings.dram.dir)
+    extent_bytes = settings.dram.extent_bytes or extent_bytes_for(settings.dram.bytes)
+    name = hashlib.sha256(os.fsencode(os.path.realpath(settings.listen))).hexdigest()[:12]  # one arena a socket
+    options = DramOptions(Path(settings.dram.dir), name, settings.dram.bytes, extent_bytes // UNIT_BYTES, epoch, settings.dram.prefault)
+    return DramTier(options)
+
+
+def _sizes(settings: Settings, dram: DramTier, nvme: NvmeTier | None) -> CacheSizes:
+    return CacheSizes(
+        dram_bytes=dram.capacity_bytes,
+        nvme_bytes=nvme.capacity_bytes if nvme else 0,
+        dram_extent_bytes=dram.extent_units * UNIT_BYTES,
+        nvme_extent_bytes=nvme.extent_units * UNIT_BYTES if nvme else 0,
+        index_blocks=settings.index.blocks,
+        nvme_write=settings.nvme.write,
+        seed=secrets.randbits(63),
+        silence_s=settings.session.silence_s,
+        max_sessions=settings.session.max_sessions,
+    )
+
+
+def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier) -> Transfers:
+    facts = hub.namespaces.facts
+    copier = Copier(dram.memory, nvme, facts, verify_writes=settings.verify == "read")
+    limits = MoverLimits(settings.nvme.threads, settings.nvme.queue_depth, nvme.extent_units, settings.nvme.write_bytes_per_s)
+    return Transfers(limits, facts, copier, hub.next_writes, hub.transferred)
+
+
+def _keep_survivors(hub: Hub, dram: DramTier) -> None:
+    """Processes of an earlier daemon may still have this arena mapped: what they hold stays out of use."""
+    hub.sessions.survivors = dram.surviving_sessions()
+    units = [file.marked_units() for file in hub.sessions.survivors]
+    if units:
+        kept = hub.cache.survivors(np.unique(np.concatenate(units)), dram.left_slot_units)
+        log.info("%d processes of the last run are still attached; %d slots stay theirs", len(units), kept)
+
+
+async def _recover(hub: Hub, nvme: NvmeTier) -> None:
+    started_at = time.monotonic()
+    log.info("nvme: reading the records of %s in %s", format_bytes(nvme.capacity_bytes), nvme.directory.path)
+    loaded = await asyncio.to_thread(nvme.load)
+    ids = np.zeros(1 + max((each.number for each in nvme.namespaces.values()), default=0), np.int32)
+    for stored in nvme.namespaces.values():
+        try:
+            ids[stored.number] = hub.namespaces.reopen(stored.facts).id
+        except errors.KVStoreError as error:
+            log.error("nvme: namespace %s is left out, its blocks are freed: %s", stored.digest.hex()[:12], error)
+    count = hub.cache.recover(_recovered(loaded, ids, suspect=nvme.suspect))
+    torn, misplaced = len(loaded.torn_units), len(loaded.misplaced_units)
+    log.info(
+        "nvme: %d blocks recovered in %.2f s",
+        count,
+        time.monotonic() - started_at,
+        extra={"clean_stop": not nvme.suspect, "torn": torn, "misplaced": misplaced, "quarantined": len(loaded.quarantined_units)},
+    )
+
+
+def _recovered(loaded: LoadedRecords, ids: np.ndarray[tuple[int], np.dtype[np.int32]], *, suspect: bool) -> Recovered:
+    """What the cache is told. Newest blocks come last, so that they are the most recent."""
+    return Recovered(
+        namespaces=ids[loaded.namespaces],
+        hashes=loaded.hashes,
+        parents=loaded.parents,
+        units=loaded.units,
+        generations=loaded.generations,
+        checksums=loaded.checksums,
+        suspect=suspect,
+        quarantined_units=loaded.quarantined_units,
+    )
