@@ -1,7 +1,7 @@
 """The client's maps of the DRAM arena, and the lock that says its process still has them.
 
 The arena is mapped twice: read-only for everything that reads, writable for the slots of reservations. Neither map, nor the lock's
-descriptor, passes to a forked child. Any thread may call; nothing here waits.
+descriptor, passes to a forked child. Any thread may call; nothing here waits for more than milliseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 import warnings
 import weakref
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvstore.geometry import Geometry
 
 UNIT_BYTES = 4096  # slots start and end on 4 KiB
+LOCK_PAUSES_S = (0.0005, 0.001, 0.002, 0.004, 0.008)  # seconds between tries: the daemon's probe holds the lock for microseconds
 Bytes = NDArray[np.uint8]
 
 
@@ -76,11 +78,15 @@ class SessionLock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise Unavailable(f"session file {path}: {error.strerror}; run on the daemon's machine, its shared memory mounted") from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        for pause_s in LOCK_PAUSES_S:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(pause_s)
+        else:
             self.release()
-            raise Unavailable(f"session file {path} is locked: {error.strerror}; attach again") from error
+            raise Unavailable(f"session file {path} is locked by another process; attach again")
         _held.add(self)
 
     def release(self) -> None:
