@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from kvstore.cache.messages import EndReason, Granted
+from kvstore.cache.messages import UNIT_BYTES, EndReason, Granted
+from kvstore.cache.slots import SlotState
 from kvstore.cache.state import HOLE, Lease, Session, State, Transfer
 
 
 def holder(state: State, lease: Lease) -> Session | None:
     """The session whose process may touch the slots; None where only the group holds them."""
     return state.sessions.get(lease.session)
+
+
+def may_hold(state: State, session: Session, slots: Iterable[int], more_units: int = 0) -> bool:
+    """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones."""
+    dram = state.dram
+    own = newly = more_units * UNIT_BYTES
+    for slot in slots:
+        size = dram.slot_units_of(slot) * UNIT_BYTES
+        own += 0 if session.counts[slot] else size
+        newly += 0 if dram.is_held(slot) else size
+    if session.limit_bytes and session.held_bytes + own > session.limit_bytes:
+        return False
+    if session.held_bytes + own <= session.guarantee_bytes:
+        return True
+    unmet = sum(
+        max(0, other.guarantee_bytes - other.held_bytes) for other in state.sessions.values() if other is not session and not other.ended
+    )
+    unheld = dram.capacity_bytes - dram.held_bytes - dram.bytes_in[SlotState.QUARANTINED]
+    return not unmet or unheld - newly >= unmet
 
 
 def put(state: State, lease: Lease, member: int, position: int, slot: int) -> None:
@@ -32,8 +54,13 @@ def waits_for(lease: Lease, member: int, position: int) -> bool:
 
 
 def load_ready(state: State, lease: Lease, member: int, position: int, slot: int) -> None:
-    """A block that the lease waits for is in dram and verified."""
-    if waits_for(lease, member, position):
+    """A block that the lease waits for is in dram and verified. What the session holds may have grown since it asked."""
+    if not waits_for(lease, member, position):
+        return
+    session = holder(state, lease)
+    if session is not None and not may_hold(state, session, [slot]):
+        _fail(state, lease, member, position, EndReason.LIMIT)
+    else:
         put(state, lease, member, position, slot)
         lease.pending -= 1
         state.advanced.append(lease)
@@ -43,15 +70,18 @@ def fail_waiters(state: State, transfer: Transfer, reason: EndReason) -> None:
     """A load will not arrive: the prefix of every lease that waits for it ends there."""
     waiters, transfer.waiters = transfer.waiters, []
     for lease, member, position in waiters:
-        if not waits_for(lease, member, position):
-            continue
-        if lease.whole:
-            lease.slots[member][position] = HOLE
-            lease.pending -= 1
-            lease.cut_at = min(lease.cut_at, position)
-            state.advanced.append(lease)
-        else:
-            cut(state, lease, position, reason)
+        if waits_for(lease, member, position):
+            _fail(state, lease, member, position, reason)
+
+
+def _fail(state: State, lease: Lease, member: int, position: int, reason: EndReason) -> None:
+    if not lease.whole:
+        cut(state, lease, position, reason)
+        return
+    lease.slots[member][position] = HOLE
+    lease.pending -= 1
+    lease.cut_at = min(lease.cut_at, position)
+    state.advanced.append(lease)
 
 
 def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:

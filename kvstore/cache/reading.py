@@ -27,7 +27,7 @@ from kvstore.cache.messages import (
     Tier,
 )
 from kvstore.cache.moving import is_in_flight, make_room
-from kvstore.cache.sessions import group_of, may_hold, open_session
+from kvstore.cache.sessions import group_of, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import HOLE, Lease, Session, State, Transfer, TransferKind
 
@@ -97,6 +97,8 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
     if isinstance(members, Refused):
         return members
     group = group_of(state, session, request.group)
+    if request.group and group is None:
+        return Refused("FAILED_PRECONDITION", f"this session is no member of group {request.group!r}; JoinGroup first")
     if request.lease in session.leases or (group and request.lease in group.leases):
         return Refused("ALREADY_EXISTS", f"lease {request.lease} is in use; choose another id or release it")
     empty = [array("i") for _ in members]
@@ -146,18 +148,22 @@ def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length
         for member, slots in enumerate(lease.slots):
             slot = in_dram[rows[member][position]]
             if slots[position] == 0 and slot:
-                if not may_hold(state, session, [slot]):
+                if not leases.may_hold(state, session, [slot]):
                     return position, EndReason.LIMIT, []
                 leases.put(state, lease, member, position, slot)
                 use(state, int(rows[member][position]))
     targets: list[tuple[int, int, int]] = []
+    coming = 0  # units that will be held when the loads have ended
     for position in range(length):
         for member, slots in enumerate(lease.slots):
-            row = int(rows[member][position])
-            if slots[position] or row in state.reading:
+            if slots[position]:
                 continue
             slot_units = state.spec(lease.namespaces[member]).slot_units
-            got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.FILLING) if may_hold(state, session, [], slot_units) else []
+            coming += slot_units
+            row = int(rows[member][position])
+            if row in state.reading:
+                continue
+            got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.FILLING) if leases.may_hold(state, session, [], coming) else []
             if not got:
                 return position, EndReason.NO_ROOM, targets
             targets.append((member, position, got[0]))

@@ -67,17 +67,22 @@ def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]
 def _usable(state: State, found: Recovered, slots: SlotIds) -> NDArray[np.bool_]:
     """Blocks with a slot of their own and a key of their own, as many as the index holds (with room for their parents' ghosts)."""
     good = slots > 0
-    keys = np.concatenate([found.namespaces[:, None].astype("<u8"), found.hashes], axis=1)
-    _, first_key = np.unique(np.ascontiguousarray(keys).view(np.dtype((np.void, 40))).ravel(), return_index=True)
-    _, first_slot = np.unique(slots, return_index=True)
-    for first in (first_key, first_slot):
+    keys, parents = _packed(found.namespaces, found.hashes), _packed(found.namespaces, found.parents)
+    for first in (np.unique(keys, return_index=True)[1], np.unique(slots, return_index=True)[1]):
         once = np.zeros(len(slots), bool)
         once[first] = True
         good &= once
-    distinct_parents = len(np.unique(np.ascontiguousarray(found.parents).view(np.dtype((np.void, 32))).ravel()))
-    room = state.index.room - distinct_parents
-    good &= np.cumsum(good) <= max(room, state.index.room // 2)
-    return good
+    ghosts = len(np.unique(parents[~np.isin(parents, keys)]))
+    room = state.index.room - ghosts
+    if room < np.count_nonzero(good):  # then a block left out may be a parent: at most every second row is a ghost
+        room = min(max(room, 0), state.index.room // 2)
+    return good & (np.cumsum(good) <= room)
+
+
+def _packed(namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.void]:
+    """Keys as values that can be sorted and compared. [n]"""
+    keys = np.concatenate([namespaces[:, None].astype("<u8"), hashes], axis=1)
+    return np.ascontiguousarray(keys).view(np.dtype((np.void, 40))).ravel()
 
 
 def _take_slots(table: SlotTable, slots: SlotIds, state: SlotState) -> None:

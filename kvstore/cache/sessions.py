@@ -6,8 +6,6 @@ then a new session of the same client may take the holds over (`resume`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from kvstore.cache import leases
@@ -105,25 +103,6 @@ def group_of(state: State, session: Session, name: str) -> Group | None:
     """The group if the session has joined it."""
     group = state.groups.get((session.tenant, name)) if name else None
     return group if group and session.id in group.sessions else None
-
-
-def may_hold(state: State, session: Session, slots: Iterable[int], more_units: int = 0) -> bool:
-    """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones."""
-    dram = state.dram
-    own = newly = more_units * UNIT_BYTES
-    for slot in slots:
-        size = dram.slot_units_of(slot) * UNIT_BYTES
-        own += 0 if session.counts[slot] else size
-        newly += 0 if dram.is_held(slot) else size
-    if session.limit_bytes and session.held_bytes + own > session.limit_bytes:
-        return False
-    if session.held_bytes + own <= session.guarantee_bytes:
-        return True
-    unmet = sum(
-        max(0, other.guarantee_bytes - other.held_bytes) for other in state.sessions.values() if other is not session and not other.ended
-    )
-    unheld = dram.capacity_bytes - dram.held_bytes - dram.bytes_in[SlotState.QUARANTINED]
-    return not unmet or unheld - newly >= unmet
 
 
 # ---- the end

@@ -23,7 +23,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.moving import ghost, make_room, needs_row
 from kvstore.cache.reading import members_of, use
-from kvstore.cache.sessions import free_key, give_back, may_hold, open_session
+from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import HOLE, Lease, Session, State
 
@@ -54,7 +54,7 @@ def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Rese
 
 def _take_slot(state: State, session: Session, request: Reserve) -> tuple[BlockOutcome, int]:
     slot_units = state.spec(request.namespace).slot_units
-    if not may_hold(state, session, [], slot_units):
+    if not leases.may_hold(state, session, [], slot_units):
         return BlockOutcome.LIMIT, 0
     got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.RESERVED)
     if not got:
@@ -152,7 +152,7 @@ def _commit_one(state: State, session: Session, lease: Lease, slot: int, key: by
             free_key(state, slot)
         use(state, row)
         twin = index.slot_at[Tier.DRAM][row]
-        if twin and may_hold(state, session, [twin]):
+        if twin and leases.may_hold(state, session, [twin]):
             leases.append(state, lease, twin)
             state.hold_for(session, twin)
             return BlockOutcome.EXISTS, twin

@@ -98,6 +98,31 @@ class CacheMachine(RuleBasedStateMachine):
             slots, first = (mine, 0) if mine else (slots, first)
         self.world.commit(client, slots[first:], path, lease)
 
+    @rule(seed=seeds, namespace=namespaces, path=paths, lease=st.integers(1, 6), keep=st.booleans())
+    def put(self, seed: int, namespace: int, path: Path, lease: int, keep: bool) -> None:
+        """What a client does in one go: slots, bytes, commit, and mostly release."""
+        client = self._client(seed)
+        if client is None or lease in client.leases or lease in client.asked:
+            return
+        before = set(client.reserved)
+        self.world.reserve(client, namespace, [], len(path))
+        if fresh := [slot for slot in client.reserved if slot not in before]:
+            self.world.commit(client, fresh, path, lease)
+            if not keep:
+                self.world.release(client, lease, 0, self.cache.release(Release(client.session, lease)))
+
+    @rule(seed=seeds, namespace=namespaces, word=st.integers(2, 40), blocks=st.integers(1, 8))
+    def flood(self, seed: int, namespace: int, word: int, blocks: int) -> None:
+        """Other prompts come by, and go."""
+        for i in range(blocks):
+            self.put(seed, namespace, (word + i,), 7, keep=False)
+
+    @rule()
+    def write_all(self) -> None:
+        self.finish_all()
+        self.pull_writes(100)
+        self.finish_all()
+
     @rule(seed=seeds)
     def abandon(self, seed: int) -> None:
         client = self._client(seed)
@@ -132,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         client = self._client(seed)
         if client and client.leases:
             lease = list(client.leases)[seed % len(client.leases)]
-            if lease not in client.asked and len(client.leases[lease]) == 1 or lease in client.asked:
+            if (lease not in client.asked and len(client.leases[lease]) == 1) or lease in client.asked:
                 answer = self.cache.release(Release(client.session, lease, keep))
                 self.world.release(client, lease, keep, answer)
 
@@ -160,6 +185,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def finish_all(self) -> None:
+        self.world.step()
         for transfer in list(self.world.pending):
             self.world.finish(transfer, TransferResult.OK)
 
@@ -196,9 +222,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(6):
             self.world.now += 5
             self.cache.tick(self.world.now)
-            for decision in self.cache.drain():
-                if hasattr(decision, "transfer"):
-                    self.world.pending[decision.transfer] = decision
+            self.world.step()
             for transfer in list(self.world.pending):
                 self.world.finish(transfer, TransferResult.OK)
         for figures in self.cache.stats().tiers.values():

@@ -107,10 +107,11 @@ class World:
 
     def step(self) -> None:
         """Carry out decisions, then check all rules."""
-        for decision in self.cache.drain():
-            self._carry_out(decision)
-        self.cache.state.take_decisions()
-        assert violations(self.cache.state) == []
+        while decisions := self.cache.drain():
+            for decision in decisions:
+                self._carry_out(decision)
+        broken = violations(self.cache.state)
+        assert not broken, "\n".join(broken)
         self._promises_hold()
 
     def _carry_out(self, decision: Decision) -> None:
@@ -118,16 +119,17 @@ class World:
             case Granted():
                 self._granted(decision)
             case Mark():
-                marked = self.clients[decision.session].marked
-                marked |= set(decision.granted.tolist())
-                marked -= set(decision.withdrawn.tolist())
+                if client := self.clients.get(decision.session):
+                    client.marked |= set(decision.granted.tolist())
+                    client.marked -= set(decision.withdrawn.tolist())
             case StartRead() | StartWrite() | StartDelete():
                 self.pending[decision.transfer] = decision
             case SessionEnded():
-                self.clients[decision.session].ended = True
-                if not decision.orphans:
-                    self.cache.process_gone(decision.session)
-                    del self.clients[decision.session]
+                if client := self.clients.get(decision.session):
+                    client.ended = True
+                    if not decision.orphans:
+                        self.cache.process_gone(decision.session)
+                        del self.clients[decision.session]
             case _:
                 pass
 
