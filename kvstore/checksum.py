@@ -2,7 +2,7 @@
 
 import xxhash
 
-_LOW_64 = (1 << 64) - 1
+_LOW_64 = (1 << 64) - 1  # bits of the low word
 
 
 def block_checksum(namespace_digest: bytes, block_hash: bytes, data: memoryview) -> tuple[int, int]:

@@ -43,15 +43,20 @@ HEADER = np.dtype(
 
 @dataclass(frozen=True)
 class Shape:
+    """What an arena must agree in to be used again."""
+
     capacity_bytes: int
     extent_units: int
+    huge_pages: bool = True  # ask for them; the file is the same
 
     @property
     def extents(self) -> int:
+        """How many there are."""
         return self.capacity_bytes // (self.extent_units * UNIT_BYTES)
 
     @property
     def header_bytes(self) -> int:
+        """Where unit 0 begins."""
         table_end = TABLE_OFFSET_BYTES + 4 * self.extents
         return -(-table_end // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
 
@@ -117,7 +122,8 @@ class ArenaFile:
         self._header = whole[: HEADER.itemsize].view(HEADER)[0]
         self.table = whole[TABLE_OFFSET_BYTES:table_end].view(np.int32)
         self.units = whole[self.shape.header_bytes :]
-        self.notes = tuple(note for note in (system.interleave(self.units), system.ask_huge_pages(self.units)) if note)
+        pages = system.ask_huge_pages(self.units) if self.shape.huge_pages else ""
+        self.notes = tuple(note for note in (system.interleave(self.units), pages) if note)
         allocate(fd, tmpfs, request)  # after the policy is set: pages are taken here
 
 

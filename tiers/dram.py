@@ -38,6 +38,7 @@ class DramOptions:
     extent_units: int
     epoch: str
     prefault: bool = True
+    huge_pages: bool = True  # asked for; that there are none is a note, not a fault
 
 
 class DramTier:
@@ -47,7 +48,7 @@ class DramTier:
 
     def __init__(self, options: DramOptions) -> None:
         """Takes all the memory, and begins to touch it in the background. Raises ConfigError where there is less than asked for."""
-        shape = Shape(_whole_extents(options), options.extent_units)
+        shape = Shape(_whole_extents(options), options.extent_units, options.huge_pages)
         folder = options.directory / f"kvstore-{options.name}"
         self.sessions_directory = folder / "sessions"
         self._owner = _own(folder, self.sessions_directory)

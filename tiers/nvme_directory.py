@@ -26,6 +26,7 @@ class Layout:
     extent_units: int
 
     def to_json(self) -> dict[str, object]:
+        """As the file has it."""
         return {
             "format": FORMAT_VERSION,
             "identity": self.identity,

@@ -41,7 +41,7 @@ RECORD = np.dtype(
     ]
 )
 
-_WORDS = RECORD_BYTES // 8
+_WORDS = RECORD_BYTES // 8  # words of 8 bytes, the last of which is the check
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: its multiples make the keys of the words
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # SplitMix64's multipliers (Stafford's Mix13)
 _KEYS = np.arange(1, _WORDS, dtype=np.uint64) * np.uint64(_GOLDEN)

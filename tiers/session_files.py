@@ -21,7 +21,7 @@ Units = NDArray[np.uint32]
 
 MAGIC = b"kvstore session1"  # the number rises when the layout changes
 BITS_OFFSET_BYTES = 4096  # one page for the header, so that the bits begin one
-PAGE_BYTES = 4096
+PAGE_BYTES = 4096  # bytes: what a tmpfs takes memory by
 FILE_MODE = 0o660  # the client locks it
 HEADER = np.dtype([("magic", "S16"), ("session", "<u8"), ("units", "<u8"), ("arena", "S32")])
 

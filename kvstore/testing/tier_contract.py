@@ -19,7 +19,7 @@ from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers.base import ByteTier, HealthState
 
-THREADS = 8
+THREADS = 8  # threads: more than any tier has lanes by default
 WAIT_S = 60.0  # seconds: far beyond what any of this takes
 
 
