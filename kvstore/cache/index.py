@@ -19,7 +19,7 @@ IN_FLIGHT = 1  # flag: a named reservation holds this key
 PINNED = 2  # flag: an operator wants it kept
 HAS_CHECKSUM = 4  # flag: `checksum` is known
 
-_MASK64 = (1 << 64) - 1
+_MASK64 = (1 << 64) - 1  # bits: arithmetic of C's uint64 in Python's integers
 
 
 class Index:

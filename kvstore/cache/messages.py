@@ -13,62 +13,81 @@ from enum import IntEnum, StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-Hashes = NDArray[np.uint64]
-Units = NDArray[np.uint32]
-
-UNIT_BYTES = 4096  # a slot's alignment: one page, and O_DIRECT's strictest common block size
-HASH_BYTES = 32  # SHA-256
-MAX_BLOCKS_PER_BATCH = 8192  # 256 KiB of hashes: a 131,072-token prompt in blocks of 16
-
-
-def unpack_hashes(packed: bytes) -> Hashes:
-    """[n, 4] words of `packed`, 32 bytes a hash, without copying."""
-    return np.frombuffer(packed, dtype="<u8").reshape(-1, 4)
-
-
-def pack_hashes(hashes: Hashes) -> bytes:
-    """The 32 * n bytes of [n, 4] words."""
-    return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
-
-
-class Tier(IntEnum):
-    """Where blocks live, fastest first."""
-
-    HBM = 0
-    DRAM = 1
-    NVME = 2
-    REMOTE = 3
-
-
-class KeepKind(StrEnum):
-    """What a member of a group keeps of a sequence: every block, a trailing window, or the state at a boundary."""
-
-    ALL = "all"
-    WINDOW = "window"
-    STATE = "state"
-
-
-@dataclass(frozen=True)
-class Keep:
-    kind: KeepKind = KeepKind.ALL
-    window_blocks: int = 0  # blocks that cover the window's tokens; only with WINDOW
-
-    def first_needed(self, blocks: int) -> int:
-        """Index of the first block that a prefix of `blocks` blocks needs."""
-        if self.kind is KeepKind.ALL:
-            return 0
-        if self.kind is KeepKind.STATE:
-            return max(0, blocks - 1)
-        return max(0, blocks - self.window_blocks)
-
-
-class Priority(IntEnum):
-    """Order of transfers: somebody waits; write-through; a guess."""
-
-    DEMAND = 0
-    WRITE = 1
-    PREFETCH = 2
-
+from kvstore.cache.decisions import (
+    AssignExtent as AssignExtent,
+)
+from kvstore.cache.decisions import (
+    ClearFinished as ClearFinished,
+)
+from kvstore.cache.decisions import (
+    Corrupted as Corrupted,
+)
+from kvstore.cache.decisions import (
+    Decision as Decision,
+)
+from kvstore.cache.decisions import (
+    Granted as Granted,
+)
+from kvstore.cache.decisions import (
+    Mark as Mark,
+)
+from kvstore.cache.decisions import (
+    Notice as Notice,
+)
+from kvstore.cache.decisions import (
+    NoticeKind as NoticeKind,
+)
+from kvstore.cache.decisions import (
+    SessionEnded as SessionEnded,
+)
+from kvstore.cache.decisions import (
+    StartDelete as StartDelete,
+)
+from kvstore.cache.decisions import (
+    StartRead as StartRead,
+)
+from kvstore.cache.decisions import (
+    StartWrite as StartWrite,
+)
+from kvstore.cache.vocabulary import (
+    ALL_BLOCKS as ALL_BLOCKS,
+)
+from kvstore.cache.vocabulary import (
+    HASH_BYTES as HASH_BYTES,
+)
+from kvstore.cache.vocabulary import (
+    MAX_BLOCKS_PER_BATCH as MAX_BLOCKS_PER_BATCH,
+)
+from kvstore.cache.vocabulary import (
+    UNIT_BYTES as UNIT_BYTES,
+)
+from kvstore.cache.vocabulary import (
+    EndReason as EndReason,
+)
+from kvstore.cache.vocabulary import (
+    Hashes as Hashes,
+)
+from kvstore.cache.vocabulary import (
+    Keep as Keep,
+)
+from kvstore.cache.vocabulary import (
+    KeepKind as KeepKind,
+)
+from kvstore.cache.vocabulary import (
+    Priority as Priority,
+)
+from kvstore.cache.vocabulary import (
+    Tier as Tier,
+)
+from kvstore.cache.vocabulary import (
+    Units as Units,
+)
+from kvstore.cache.vocabulary import (
+    pack_hashes as pack_hashes,
+)
+from kvstore.cache.vocabulary import (
+    unpack_hashes as unpack_hashes,
+)
 
 # ---------------------------------------------------------------- inputs
 
@@ -81,7 +100,7 @@ class NamespaceSpec:
     digest: bytes
     slot_units: int
     block_bytes: int
-    keep: Keep = Keep()
+    keep: Keep = ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -198,19 +217,6 @@ class BlockOutcome(IntEnum):
     BAD_KEY = 8  # the slot was reserved for another hash, or the batch names this hash twice
 
 
-class EndReason(StrEnum):
-    """Why a prefix ended where it did."""
-
-    COMPLETE = "complete"  # every block asked for is granted
-    MISSING = "missing"
-    IN_FLIGHT = "in_flight"
-    NO_ROOM = "no_room"
-    LIMIT = "limit"
-    FAILED = "failed"  # a block below could not be read, or its bytes were wrong
-    DEADLINE = "deadline"
-    RELEASED = "released"
-
-
 @dataclass(frozen=True)
 class Looked:
     """`blocks` leading blocks are here; per member, `tiers` [blocks] says the fastest tier of each (255: not needed)."""
@@ -275,124 +281,7 @@ class Done:
 Outcome = Acquired | Claimed | Reserved | Committed | Refused | Done
 
 
-# ---------------------------------------------------------------- decisions: what the edge must now do
-
-
-@dataclass(frozen=True)
-class Granted:
-    """Blocks [first, first + n) of a lease are readable until released. With `ended`, no more will come.
-
-    `units`, `generations` [members, n]; holes (a member that keeps only a window) have generation 0.
-    """
-
-    session: int
-    lease: int
-    first: int
-    units: Units
-    generations: Units
-    ended: EndReason | None
-
-
-@dataclass(frozen=True)
-class StartRead:
-    """Copy one block up, nvme to dram, and verify it against `checksum`."""
-
-    transfer: int
-    priority: Priority
-    namespace: int
-    hash: bytes
-    source_units: int
-    target_units: int
-    checksum: tuple[int, int]
-    deadline_at: float
-
-
-@dataclass(frozen=True)
-class StartWrite:
-    """Copy one block down, dram to nvme: data, then its record. `checksum` None: compute it on the way."""
-
-    transfer: int
-    namespace: int
-    hash: bytes
-    parent: bytes
-    source_units: int
-    target_units: int
-    generation: int
-    checksum: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class StartDelete:
-    """Overwrite the records of these nvme slots; they are reusable when that is done."""
-
-    transfer: int
-    units: Units
-    quarantine: bool = False
-
-
-@dataclass(frozen=True)
-class AssignExtent:
-    """An extent now holds slots of this size; 0: none. To be on disk before any record in it."""
-
-    tier: Tier
-    extent: int
-    slot_units: int
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Slots (by their first unit) that a session's process may touch from now on, or no more."""
-
-    session: int
-    granted: Units
-    withdrawn: Units
-
-
-@dataclass(frozen=True)
-class SessionEnded:
-    """A session is over; its holds are orphans until its process is known to be gone (`orphans` False: none)."""
-
-    session: int
-    reason: str
-    orphans: bool
-
-
-class NoticeKind(StrEnum):
-    STORED = "stored"
-    REMOVED = "removed"
-    CLEARED = "cleared"
-
-
-@dataclass(frozen=True)
-class Notice:
-    """For watchers. `parents` only with STORED; a CLEARED notice has no hashes."""
-
-    kind: NoticeKind
-    namespace: int
-    tier: Tier | None
-    hashes: bytes = b""
-    parents: bytes = b""
-
-
-@dataclass(frozen=True)
-class Corrupted:
-    """A medium returned wrong bytes; the block is gone from every tier. For the log and the counter."""
-
-    namespace: int
-    hash: bytes
-    tier: Tier
-    units: int
-    story: str = ""
-
-
-@dataclass(frozen=True)
-class ClearFinished:
-    """Everything a Clear removed is now also gone from disk."""
-
-    clear: int
-
-
-Decision = Granted | StartRead | StartWrite | StartDelete | AssignExtent | Mark | SessionEnded | Notice | Corrupted | ClearFinished
+# ---------------------------------------------------------------- what was found at start
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.cache.core import Cache
-from kvstore.cache.messages import Abandon, Acquire, Claim, Release, TransferResult
+from kvstore.cache.messages import Abandon, Acquire, Claim, Release, TransferResult, Units
 from tests.cache.world import UNIT, Client, Path, World, chain, pack, sizes
 
 EXAMPLES = int(os.environ.get("KVSTORE_MACHINE_EXAMPLES", "2000"))  # sequences; the number that CI runs
@@ -232,9 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.state.dram.capacity_bytes % UNIT == 0
 
 
-def pack_one(value: int) -> object:
-    import numpy as np
-
+def pack_one(value: int) -> Units:
     return np.array([value], np.uint32)
 
 

@@ -1,0 +1,125 @@
+"""What the cache core decides and the edge must now do, as frozen values; `messages` has what goes in and what is answered at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore.cache.vocabulary import EndReason, Priority, Tier, Units
+
+
+@dataclass(frozen=True)
+class Granted:
+    """Blocks [first, first + n) of a lease are readable until released. With `ended`, no more will come.
+
+    `units`, `generations` [members, n]; holes (a member that keeps only a window) have generation 0.
+    """
+
+    session: int
+    lease: int
+    first: int
+    units: Units
+    generations: Units
+    ended: EndReason | None
+
+
+@dataclass(frozen=True)
+class StartRead:
+    """Copy one block up, nvme to dram, and verify it against `checksum`."""
+
+    transfer: int
+    priority: Priority
+    namespace: int
+    hash: bytes
+    source_units: int
+    target_units: int
+    checksum: tuple[int, int]
+    deadline_at: float
+
+
+@dataclass(frozen=True)
+class StartWrite:
+    """Copy one block down, dram to nvme: data, then its record. `checksum` None: compute it on the way."""
+
+    transfer: int
+    namespace: int
+    hash: bytes
+    parent: bytes
+    source_units: int
+    target_units: int
+    generation: int
+    checksum: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class StartDelete:
+    """Overwrite the records of these nvme slots; they are reusable when that is done."""
+
+    transfer: int
+    units: Units
+    quarantine: bool = False
+
+
+@dataclass(frozen=True)
+class AssignExtent:
+    """An extent now holds slots of this size; 0: none. To be on disk before any record in it."""
+
+    tier: Tier
+    extent: int
+    slot_units: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Slots (by their first unit) that a session's process may touch from now on, or no more."""
+
+    session: int
+    granted: Units
+    withdrawn: Units
+
+
+@dataclass(frozen=True)
+class SessionEnded:
+    """A session is over; its holds are orphans until its process is known to be gone (`orphans` False: none)."""
+
+    session: int
+    reason: str
+    orphans: bool
+
+
+class NoticeKind(StrEnum):
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """For watchers. `parents` only with STORED; a CLEARED notice has no hashes."""
+
+    kind: NoticeKind
+    namespace: int
+    tier: Tier | None
+    hashes: bytes = b""
+    parents: bytes = b""
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """A medium returned wrong bytes; the block is gone from every tier. For the log and the counter."""
+
+    namespace: int
+    hash: bytes
+    tier: Tier
+    units: int
+    story: str = ""
+
+
+@dataclass(frozen=True)
+class ClearFinished:
+    """Everything a Clear removed is now also gone from disk."""
+
+    clear: int
+
+
+Decision = Granted | StartRead | StartWrite | StartDelete | AssignExtent | Mark | SessionEnded | Notice | Corrupted | ClearFinished
