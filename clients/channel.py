@@ -38,5 +38,6 @@ def error_of(error: grpc.RpcError, place: str) -> errors.KVStoreError:
     code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
     text = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or ""
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not text.startswith("Unavailable: "):
-        return errors.Unavailable(f"daemon at {place}: {text or 'connection lost'}; is `kvstore serve` running there?")
+        why = text.rpartition("error: ")[2] or "connection lost"  # grpc's own texts end with the system's reason
+        return errors.Unavailable(f"daemon at {place}: {why}; is `kvstore serve` running there?")
     return errors.from_code(code.name, text)

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 import grpc
-import numpy as np
-from numpy.typing import NDArray
 
-from kvstore import errors, hashing
+from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import BlockStore
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
 from kvstore.clients.link import Link, Unmapped
-from kvstore.clients.requests import KEEP_ALL, Keep
+from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
@@ -33,7 +30,6 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
 T = TypeVar("T")
-Tokens = Sequence[int] | NDArray[np.integer]
 GET_TIMEOUT_S = 5.0  # for blocks to come up from the disk: gigabytes do so in this time
 
 log = logging.getLogger("kvstore.client")
@@ -53,12 +49,7 @@ class KVClient:
         self.place = target(address)
         self._channel = grpc.insecure_channel(self.place, OPTIONS)
         self._stub = KVStoreStub(self._channel)
-        self._hello = pb.Hello(
-            client=name or f"{socket.gethostname()}/{os.getpid()}",
-            guarantee_bytes=guarantee_bytes,
-            limit_bytes=limit_bytes,
-            maps_arena=True,
-        )
+        self._hello = requests.hello(name, guarantee_bytes, limit_bytes)
         self._attaching = threading.Lock()
         self._link: Link | None = None
         self._attached: Attached | None = None
@@ -85,7 +76,7 @@ class KVClient:
         hashes   32 bytes a block;  or tokens  a prompt: of it at most `hashing.usable_blocks` count, as its last token is always computed
         identity where this request's adapter or salt differ from the namespace's
         """
-        return self._run(calls.lookup(namespace, prompt_or_hashes(namespace, hashes, tokens, identity)))
+        return self._run(calls.lookup(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity)))
 
     @contextmanager
     def get(
@@ -101,7 +92,7 @@ class KVClient:
 
         Fewer blocks than asked, down to none, where some are missing, could not be read, or did not come within `timeout_s`.
         """
-        lease = self._run(reading.get(namespace, prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
+        lease = self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
         try:
             yield lease
         finally:
@@ -246,16 +237,3 @@ class KVClient:
                 before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))
             self._link, self._attached = link, opened
             return opened
-
-
-def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> bytes:
-    """The hashes to look for: those given, or of a prompt's blocks that may be used. Raises InvalidArgument unless one is given."""
-    if (hashes is None) == (tokens is None):
-        raise errors.InvalidArgument("give hashes or tokens, one of them")
-    if hashes is not None:
-        return requests.checked_hashes(hashes)
-    prompt: Tokens = tokens if tokens is not None else ()
-    block_tokens = namespace.geometry.block_tokens
-    chain = requests.prompt_hashes(identity or namespace.identity, prompt, block_tokens)
-    usable = hashing.usable_blocks(len(prompt), block_tokens)
-    return requests.checked_hashes(chain[: usable * hashing.HASH_BYTES])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import hashing
+from kvstore.clients.handles import Namespace
 from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, Identity
@@ -18,6 +21,7 @@ MAX_BLOCKS_PER_CALL = 8192  # the daemon's bound: a 131,072-token prompt in bloc
 MODEL_FACTS = ("model", "revision", "tokenizer", "position", "dtype")  # an identity without adapter and salt
 
 Words = NDArray[np.uint32]
+Tokens = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,22 @@ def chain_parents(hashes: bytes, parent: bytes) -> bytes:
     return (parent + hashes[:-HASH_BYTES]) if hashes else b""
 
 
-def prompt_hashes(identity: Identity, tokens: Sequence[int] | NDArray[np.integer], block_tokens: int) -> bytes:
-    """The hashes of all full blocks of a prompt, from the identity's root."""
-    return hashing.block_hashes(hashing.fingerprint(identity), tokens, block_tokens)
+def hello(name: str, guarantee_bytes: int, limit_bytes: int) -> pb.Hello:
+    """The first message of a session. Without a name the process's host and id."""
+    client = name or f"{socket.gethostname()}/{os.getpid()}"
+    return pb.Hello(client=client, guarantee_bytes=guarantee_bytes, limit_bytes=limit_bytes, maps_arena=True)
+
+
+def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> bytes:
+    """The hashes to look for: those given, or of a prompt's blocks that may be used. Raises InvalidArgument unless one is given."""
+    if hashes is not None and tokens is None:
+        return checked_hashes(hashes)
+    if tokens is None or hashes is not None:
+        raise InvalidArgument("give hashes or tokens, one of them")
+    block_tokens = namespace.geometry.block_tokens
+    usable = hashing.usable_blocks(len(tokens), block_tokens)
+    root = hashing.fingerprint(identity or namespace.identity)
+    return checked_hashes(hashing.block_hashes(root, tokens[: usable * block_tokens], block_tokens))
 
 
 def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float) -> pb.Op:

@@ -1,0 +1,213 @@
+"""`AsyncKVClient`: the store for asyncio programs. One event loop owns a client.
+
+The steps of each call are in calls.py, reading.py and writing.py; here they are carried out with await. `client.KVClient` is its twin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from kvstore import errors
+from kvstore.clients import calls, reading, requests, writing
+from kvstore.clients.aio_link import AsyncLink
+from kvstore.clients.channel import OPTIONS, error_of, target
+from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
+from kvstore.clients.link import Unmapped
+from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
+from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
+from kvstore.geometry import Geometry
+from kvstore.hashing import Identity
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+
+if TYPE_CHECKING:
+    from kvstore.proto.kvstore_pb2_grpc import KVStoreAsyncStub
+
+T = TypeVar("T")
+GET_TIMEOUT_S = 5.0  # for blocks to come up from the disk: gigabytes do so in this time
+
+log = logging.getLogger("kvstore.client")
+
+
+class AsyncKVClient:
+    """A connection to the daemon of this machine, made and used on one event loop. See KVClient, whose calls it has with await."""
+
+    def __init__(self, address: str | None = None, *, name: str = "", guarantee_bytes: int = 0, limit_bytes: int = 0) -> None:
+        self.place = target(address)
+        self._channel = grpc.aio.insecure_channel(self.place, OPTIONS)
+        self._stub = cast("KVStoreAsyncStub", KVStoreStub(cast(Any, self._channel)))
+        self._hello = requests.hello(name, guarantee_bytes, limit_bytes)
+        self._attaching = asyncio.Lock()
+        self._link: AsyncLink | None = None
+        self._attached: Attached | None = None
+        self._unmapped = False
+        self._closed = False
+
+    # ---- namespaces
+
+    async def open_namespace(
+        self, identity: Identity, geometry: Geometry, shard: str = "", kv_group: str = "", keep: Keep = KEEP_ALL
+    ) -> Namespace:
+        """The namespace of these facts, made where it is new. Ranks whose bytes are equal open one `shard`."""
+        namespace = Namespace(identity, geometry, requests.open_namespace(identity, geometry, shard, kv_group, keep))
+        return await self._run(persistent(lambda: reopen(namespace)))
+
+    # ---- blocks
+
+    async def lookup(
+        self, namespace: Namespace, hashes: bytes | None = None, *, tokens: Tokens | None = None, identity: Identity | None = None
+    ) -> LookupResult:
+        """How many leading blocks are here, and in which tier. Takes no lease and moves nothing. See KVClient.lookup."""
+        return await self._run(calls.lookup(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity)))
+
+    @asynccontextmanager
+    async def get(
+        self,
+        namespace: Namespace,
+        hashes: bytes | None = None,
+        *,
+        tokens: Tokens | None = None,
+        identity: Identity | None = None,
+        timeout_s: float = GET_TIMEOUT_S,
+    ) -> AsyncIterator[Lease]:
+        """The leading blocks that the store has, readable until the `async with` block ends. See KVClient.get."""
+        lease = await self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
+        try:
+            yield lease
+        finally:
+            await self._run(reading.close_lease(lease))
+
+    @asynccontextmanager
+    async def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> AsyncIterator[Put]:
+        """Slots for those blocks of a chain that are not stored yet. See KVClient.put."""
+        put = await self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent))
+        try:
+            yield put
+        except BaseException:
+            await self._run(writing.abandon_put(put))
+            raise
+        await self._run(writing.finish_put(namespace, put))
+
+    # ---- operations
+
+    async def prefetch(self, namespace: Namespace, hashes: bytes) -> tuple[int, int]:
+        """Start bringing blocks into memory, without waiting: (started, already there)."""
+        return await self._run(calls.prefetch(namespace, requests.checked_hashes(hashes)))
+
+    async def pin(self, namespace: Namespace, hashes: bytes) -> int:
+        """Wish that blocks be kept; returns how many were not pinned before."""
+        return await self._run(calls.pin(namespace, requests.checked_hashes(hashes), "Pin"))
+
+    async def unpin(self, namespace: Namespace, hashes: bytes) -> int:
+        """End the wish; returns how many were pinned."""
+        return await self._run(calls.pin(namespace, requests.checked_hashes(hashes), "Unpin"))
+
+    async def clear(self, namespace: Namespace | None = None) -> pb.ClearReply:
+        """Forget every block of a namespace, or of all, in every tier, for good."""
+        return await self._run(calls.clear(namespace))
+
+    async def stats(self) -> pb.StatsReply:
+        """The daemon's figures."""
+        return await self._run(calls.stats())
+
+    async def watch(self, namespace: Namespace | None = None) -> AsyncIterator[Watched]:
+        """What is stored now, then what changes, until the caller stops. See KVClient.watch."""
+        if namespace is not None:
+            await self._run(reopen(namespace))
+        request = pb.WatchRequest(namespace_id=namespace.id, epoch=namespace.epoch) if namespace else pb.WatchRequest()
+        stream = self._stub.Watch(request)
+        try:
+            async for event in stream:
+                yield Watched.of(event)
+        except grpc.RpcError as error:
+            raise error_of(error, self.place) from None
+        finally:
+            stream.cancel()
+
+    async def close(self) -> None:
+        """End the session and the connection. Idempotent. Leases still held keep their memory until they are given back."""
+        async with self._attaching:
+            link, self._link, self._closed = self._link, None, True
+        if link is not None:
+            await link.close()
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- carrying out
+
+    async def _run(self, steps: Steps[T]) -> T:
+        try:
+            command = next(steps)
+            while True:
+                try:
+                    result = await self._do(command)
+                except BaseException as error:  # noqa: BLE001 — every fault belongs to the steps, which clean up and pass it on
+                    command = steps.throw(error)
+                else:
+                    command = steps.send(result)
+        except StopIteration as done:
+            result_of_steps: T = done.value
+            return result_of_steps
+
+    async def _do(self, command: Command) -> Any:
+        match command:
+            case Attach():
+                return await self._attach()
+            case Ask(attached, ops, timeout_s):
+                return await self._link_of(attached).ask(ops, timeout_s)
+            case Tell(attached, ops):
+                return self._link_of(attached).tell(ops)
+            case Take(attached, op, timeout_s):
+                return await self._link_of(attached).take(op, timeout_s)
+            case Pause(seconds):
+                return await asyncio.sleep(seconds)
+        if self._closed:
+            raise errors.SessionEnded("the client was closed; make a new one")
+        try:
+            match command:
+                case Call(method, request, timeout_s):
+                    return await getattr(self._stub, method)(request, timeout=timeout_s)
+                case Receive(method, request, timeout_s):
+                    return [message async for message in getattr(self._stub, method)(request, timeout=timeout_s)]
+                case Send(method, messages, timeout_s):
+                    return await getattr(self._stub, method)(messages(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error, self.place) from None
+
+    def _link_of(self, attached: Attached) -> AsyncLink:
+        link = self._link
+        if link is None or attached is not self._attached:
+            raise attached.error or errors.SessionEnded("the client was closed; make a new one")
+        return link
+
+    async def _attach(self) -> Attached | None:
+        async with self._attaching:
+            if self._closed:
+                raise errors.InvalidArgument("this client was closed; make a new one")
+            if self._unmapped:
+                return None
+            if self._link is not None and self._link.alive:
+                return self._attached
+            before = self._attached
+            link = AsyncLink(self._stub, self.place, self._hello, before.arena if before else None)
+            opened = await link.open()
+            if isinstance(opened, Unmapped):
+                log.warning("no shared memory with the daemon at %s, blocks go over gRPC: %s", self.place, opened.error)
+                self._unmapped = True
+                return None
+            if before is not None and before.session.epoch != opened.session.epoch:
+                before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))
+            self._link, self._attached = link, opened
+            return opened

@@ -1,0 +1,43 @@
+"""`kvstore clear`: forget every block, in every tier, for good."""
+
+import argparse
+import sys
+
+from kvstore.cli.model_arguments import add_namespace_arguments, geometry_of, identity_of
+from kvstore.config import format_bytes
+
+NAME = "clear"
+HELP = """Forget every block of one namespace, or of all, in every tier, for good.
+
+  kvstore clear                                                          everything, after asking
+  kvstore clear --identity identity.json --geometry config.json --yes    one namespace, without asking"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what to clear and whether to ask."""
+    parser.add_argument("--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    add_namespace_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, clear, and say what was cleared; exit status 1 where the answer was no."""
+    from kvstore.clients.client import KVClient
+
+    with KVClient(args.address) as client:
+        namespace = client.open_namespace(identity_of(args), geometry_of(args), args.shard) if args.identity or args.geometry else None
+        if not args.yes and not _agreed("every block of this namespace" if namespace else "every block that the daemon has"):
+            print("nothing was cleared")
+            return 1
+        cleared = client.clear(namespace)
+    print(f"cleared {cleared.blocks} blocks: {format_bytes(cleared.dram_bytes)} in dram, {format_bytes(cleared.nvme_bytes)} on nvme")
+    if cleared.held_blocks:
+        print(f"{cleared.held_blocks} of them are still read by attached processes: nobody finds them any more, their memory follows")
+    return 0
+
+
+def _agreed(what: str) -> bool:
+    if not sys.stdin.isatty():
+        print(f"this forgets {what}; repeat it with --yes", file=sys.stderr)
+        return False
+    return input(f"Forget {what}, in memory and on disk? [y/N] ").strip().lower() in ("y", "yes")
