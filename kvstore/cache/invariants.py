@@ -134,6 +134,9 @@ def conserved(state: State) -> Iterator[str]:
         counted[SlotState.UNASSIGNED] += table.capacity_bytes - used
         if counted != table.bytes_in:
             yield f"{tier.name}: classes are booked as {table.bytes_in} and counted as {counted}"
+        spare = int(np.count_nonzero(table.extent_used == 0))
+        if spare != table.spare_extents:
+            yield f"{tier.name} counts {table.spare_extents} spare extents, {spare} are"
         free = Counter(slot for stack in table.free.values() for slot in stack)
         really = np.flatnonzero(table.state == SlotState.FREE).tolist()
         if free != Counter(really):

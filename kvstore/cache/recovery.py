@@ -89,7 +89,8 @@ def _take_slots(table: SlotTable, slots: SlotIds, state: SlotState) -> None:
     """Move many free slots into a state at once."""
     table.state[slots] = state
     extents = table.units[slots] // table.extent_units
-    np.add.at(table.extent_used, extents, 1)
+    for extent, used in zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True):
+        table.use_extents(extent, used)
     sizes = table.extent_slot_units[extents].astype(np.int64) * UNIT_BYTES
     table.bytes_in[SlotState.FREE] -= int(sizes.sum())
     table.bytes_in[state] += int(sizes.sum())

@@ -60,6 +60,8 @@ class SlotTable:
         self.extent_slot_units = np.zeros(self.extent_count, np.int32)
         self.extent_first = np.zeros(self.extent_count, np.int32)
         self.extent_used = np.zeros(self.extent_count, np.int32)  # slots that are not FREE
+        self.extent_slot_units_at, self.extent_used_at = self.extent_slot_units.data, self.extent_used.data
+        self.spare_extents = self.extent_count  # unassigned, or all of whose slots are free
         self.free: dict[int, array[int]] = {}  # by slot_units
         self.free_ids: list[tuple[int, int]] = [(1, max_slots)]  # (first, count), ordered
         self.bytes_in = [0] * len(SlotState)
@@ -77,7 +79,7 @@ class SlotTable:
         return self.units_at[slot] // self.extent_units
 
     def slot_units_of(self, slot: int) -> int:
-        return int(self.extent_slot_units[self.units_at[slot] // self.extent_units])
+        return self.extent_slot_units_at[self.units_at[slot] // self.extent_units]
 
     def locate(self, units: int) -> int:
         """The slot that begins at this unit; 0 where none does."""
@@ -145,6 +147,8 @@ class SlotTable:
 
     def unassigned_extent(self) -> int | None:
         """An extent to assign: a fresh one, else one whose slots are all free (given back first)."""
+        if not self.spare_extents:
+            return None
         ready = self.ready_units // self.extent_units
         fresh = np.flatnonzero(self.extent_slot_units[:ready] == 0)
         if fresh.size:
@@ -179,10 +183,16 @@ class SlotTable:
         self.held_bytes += (self.is_held(slot) - was_held) * slot_bytes
         self.blocks += (state == SlotState.LIVE) - (before == SlotState.LIVE)
         if before == SlotState.FREE:
-            self.extent_used[self.extent_of(slot)] += 1
+            self.use_extents(self.extent_of(slot), 1)
         if state == SlotState.FREE:
-            self.extent_used[self.extent_of(slot)] -= 1
+            self.use_extents(self.extent_of(slot), -1)
             self.free[self.slot_units_of(slot)].append(slot)
+
+    def use_extents(self, extent: int, change: int) -> None:
+        """Book used slots of an extent, and whether it is spare."""
+        before = self.extent_used_at[extent]
+        self.extent_used_at[extent] = before + change
+        self.spare_extents += (not before + change) - (not before)
 
     def is_held(self, slot: int) -> bool:
         """Whether eviction may not touch it: busy, or live with a lease or transfer on it."""
