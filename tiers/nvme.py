@@ -6,6 +6,7 @@ is to outlive a power failure both are synced in that order, so a record never s
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from kvstore.tiers.nvme_directory import Layout, NvmeDirectory, StoredNamespace
 from kvstore.tiers.nvme_records import LoadedRecords, RecordFile
 from kvstore.tiers.record_codec import RecordState
 from kvstore.tiers.room import Request, allocate
+from kvstore.tiers.small_files import sync_directory
 
 MAX_CAPACITY_BYTES = UNIT_BYTES << 32  # bytes: a slot's place is a count of units in 32 bits
 
@@ -86,11 +88,12 @@ class NvmeTier:
         capacity_bytes = extents * layout.extent_units * UNIT_BYTES
         data_path, records_path = directory.path / "data", directory.path / "records"
         there_bytes = data_path.stat().st_size if data_path.exists() else 0
-        _prepare_data(data_path, capacity_bytes)
+        await asyncio.to_thread(_prepare_data, data_path, capacity_bytes)
         await directory.begin(capacity_bytes)
         if not there_bytes:
             records_path.unlink(missing_ok=True)
         records = RecordFile(records_path, extents, layout.extent_units)
+        await asyncio.to_thread(sync_directory, directory.path)
         return cls(directory, DirectFile(data_path), records, durable, min(there_bytes, capacity_bytes) // UNIT_BYTES)
 
     @property
@@ -114,7 +117,10 @@ class NvmeTier:
         return self.directory.namespaces
 
     async def add_namespace(self, digest: bytes, facts: Mapping[str, Any]) -> StoredNamespace:
-        """Durable on return; a block's record can be written only after its namespace was added. `facts` is JSON."""
+        """Durable on return; a block's record can be written only after its namespace was added. `facts` is JSON.
+
+        Raises ResourceExhausted where the disk is full, Unavailable on other faults.
+        """
         return await self.directory.add_namespace(digest, facts)
 
     def load(self) -> LoadedRecords:

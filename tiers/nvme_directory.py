@@ -77,7 +77,10 @@ class NvmeDirectory:
         await small_files.remove(self.path / "clean.json")
 
     async def add_namespace(self, digest: bytes, facts: Mapping[str, Any]) -> StoredNamespace:
-        """The namespace, durable on return: from then on its blocks may have records here. Its facts are replaced."""
+        """The namespace, durable on return: from then on its blocks may have records here. Its facts are replaced.
+
+        Raises ResourceExhausted, Unavailable.
+        """
         async with self._writing:
             known = self.namespaces.get(digest)
             number = known.number if known else 1 + max((each.number for each in self.namespaces.values()), default=0)
@@ -113,7 +116,8 @@ def clear(path: Path) -> list[str]:
     _require_ours(path)
     lock = _lock(path)
     try:
-        removed = [name for name in OWN_FILES if (path / name).exists()]
+        names = [*(f"{name}.new" for name in OWN_FILES), *OWN_FILES]  # a stop while one was replaced may have left a part
+        removed = [name for name in names if (path / name).exists()]
         for name in removed:
             (path / name).unlink()
         small_files.sync_directory(path)

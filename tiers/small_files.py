@@ -11,6 +11,8 @@ from typing import Any
 import aiofiles
 import aiofiles.os
 
+from kvstore.tiers.direct_io import os_fault
+
 
 async def read_json(path: Path) -> Any:
     """What the file holds. Raises FileNotFoundError, and ValueError where it is no JSON."""
@@ -19,14 +21,20 @@ async def read_json(path: Path) -> Any:
 
 
 async def replace_json(path: Path, value: object) -> None:
-    """The file holds `value` from now on, also after a power failure. One caller at a time for a path."""
+    """The file holds `value` from now on, also after a power failure. One caller at a time for a path.
+
+    Raises ResourceExhausted where the disk is full, Unavailable on other faults; the file is then as it was.
+    """
     fresh = path.with_name(f"{path.name}.new")
-    async with aiofiles.open(fresh, "w", encoding="utf-8") as file:
-        await file.write(json.dumps(value, indent=1, sort_keys=True))
-        await file.flush()
-        await asyncio.to_thread(os.fsync, file.fileno())
-    await aiofiles.os.replace(fresh, path)
-    await asyncio.to_thread(sync_directory, path.parent)
+    try:
+        async with aiofiles.open(fresh, "w", encoding="utf-8") as file:
+            await file.write(json.dumps(value, indent=1, sort_keys=True))
+            await file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        await aiofiles.os.replace(fresh, path)
+        await asyncio.to_thread(sync_directory, path.parent)
+    except OSError as error:
+        raise os_fault(path, "write", 0, error) from error
 
 
 async def remove(path: Path) -> None:

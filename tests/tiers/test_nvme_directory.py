@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 
 import pytest
 
-from kvstore.errors import ConfigError, FormatError
+from kvstore.errors import ConfigError, FormatError, ResourceExhausted
 from kvstore.tiers import nvme_directory
 from tests.tiers.disk import (
     Disk,
@@ -69,3 +70,20 @@ def test_namespaces_added_at_once_all_last(disk: Disk) -> None:
     namespaces = disk.open().namespaces
     assert {digest[0]: each.facts["n"] for digest, each in namespaces.items()} == {n: n for n in range(20)}
     assert sorted(each.number for each in namespaces.values()) == list(range(1, 21))
+
+
+def test_a_namespace_that_cannot_be_kept_is_not_added(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk.filled(1)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ResourceExhausted, match="free some room"):
+            asyncio.run(tier.add_namespace(bytes(32), {}))
+    assert set(tier.namespaces) == {NAMESPACE}
+    tier.close()
+    tier = disk.open()
+    assert set(tier.namespaces) == {NAMESPACE}
+    assert asyncio.run(tier.add_namespace(bytes(32), {})).number == 2
