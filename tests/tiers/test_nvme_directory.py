@@ -12,6 +12,7 @@ import pytest
 from kvstore.errors import ConfigError, FormatError, ResourceExhausted
 from kvstore.tiers import nvme_directory
 from tests.tiers.disk import (
+    NAMESPACE,
     Disk,
     found,
 )
