@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="tokens to make at most (default 64)")
     parser.add_argument("--model", metavar="FOLDER", type=Path, help="the model's folder (default: the bundled SmolLM2-135M-Instruct)")
     store = parser.add_mutually_exclusive_group()
-    store.add_argument("--listen", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
+    store.add_argument("--address", "--listen", metavar="SOCKET", help="the daemon's socket, or host:port (default: the usual socket)")
     store.add_argument("--standalone", action="store_true", help="use no daemon")
     parser.add_argument("--json", action="store_true", help="print one JSON object with the text, its tokens, the hit and the timings")
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.standalone:
         opened = opening.Opened(opening.open_alone(loaded, total), shared=False)
     else:
-        opened = opening.open_either(loaded, args.listen, total)
+        opened = opening.open_either(loaded, args.address, total)
     if opened.why_alone:
         print(f"kvstore: {opened.why_alone}; going on without the store", file=sys.stderr)
     engine = Engine(loaded, opened.store)

@@ -16,3 +16,6 @@ import os
 # Read by huggingface_hub when it is first imported: nothing here may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Read by GNU OpenMP when torch is first imported. A worker shares its cores with the daemon and with others: at the default its
+# threads spin for milliseconds at every barrier, and where one core is taken a step lasts up to ten times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
