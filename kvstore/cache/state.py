@@ -237,7 +237,7 @@ class State:
     def touch(self, tier: Tier, slot: int) -> None:
         """Somebody asked for this block."""
         self.policies[tier].used(slot)
-        self.expose(tier, slot)
+        self.candidates(tier, self.tables[tier].slot_units_of(slot)).used(slot)
 
     def expose(self, tier: Tier, slot: int) -> None:
         """Tell the candidates if the slot is evictable now."""

@@ -32,7 +32,7 @@ def busy_state() -> State:
     world.step()
     state = world.cache.state
     state.candidates(Tier.DRAM, 1).pop()  # fills the list of candidates
-    state.candidates(Tier.DRAM, 1)._refill()
+    state.candidates(Tier.DRAM, 1).refill()
     assert violations(state) == []
     return state
 

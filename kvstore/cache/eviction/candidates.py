@@ -1,7 +1,8 @@
 """The coldest evictable slots of one size class of one tier, in order, without a structure that every use must update.
 
 A refill scans the class once and keeps the lowest ranks; the rest lies beyond the `horizon`. A slot that becomes evictable later is pushed
-only if its rank is within the horizon, so ordinary use costs nothing here. Entries are checked when popped: stale ones are dropped.
+only if its rank is within the horizon, and a use, which raises a rank beyond it, costs nothing here. Entries are checked when popped:
+stale ones are dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Candidates:
     def __init__(self, index: Index, table: SlotTable, policy: Policy, slot_units: int) -> None:
         self._index, self._table, self._policy, self._slot_units = index, table, policy, slot_units
         self._heap: list[int] = []
-        self._horizon: int | None = -1  # highest rank that the heap covers; None: it covers all
+        self._horizon = -1  # the heap lists every evictable slot of this rank or a lower one
+        self._barren = False  # the last scan found nothing, and nothing has become evictable since
 
     def evictable(self, slot: int) -> bool:
         """Rule leaves-first: live, unheld, and without children in this tier."""
@@ -58,47 +60,48 @@ class Candidates:
 
     def expose(self, slot: int) -> None:
         """The slot has become evictable, or its rank fell."""
+        self._barren = False
         rank = self.rank(slot)
-        if self._horizon is None or rank <= self._horizon:
+        if rank <= self._horizon:
             heapq.heappush(self._heap, rank << _SLOT_BITS | slot)
             if len(self._heap) > 2 * MAX_KEPT:
                 self._heap, self._horizon = [], -1
 
+    def used(self, slot: int) -> None:
+        """The slot's rank rose; mostly beyond the horizon."""
+        if self._policy.rank(slot) <= self._horizon and self.evictable(slot):
+            self.expose(slot)
+
     def pop(self) -> int:
         """The coldest evictable slot, no longer listed; 0 when there is none."""
-        while True:
+        while not self._barren:
             while self._heap:
                 entry = heapq.heappop(self._heap)
                 slot = entry & ((1 << _SLOT_BITS) - 1)
                 if self.evictable(slot) and self.rank(slot) == entry >> _SLOT_BITS:
                     return slot
-            if self._horizon is None:
-                return 0
-            self._refill()
+            self.refill()
+        return 0
 
-    def _refill(self) -> None:
+    def refill(self) -> None:
+        """List the coldest again, by a scan. Later uses rank beyond it."""
+        self._policy.advance()
         slots = self.all_evictable()
         ranks = self.ranks(slots)
         keep = min(MAX_KEPT, max(MIN_KEPT, len(slots) // KEPT_SHARE))
-        self._horizon = None
-        if len(slots) > keep:
-            coldest = np.argpartition(ranks, keep)[:keep]
-            self._horizon = int(ranks[coldest].max())
-            within = ranks <= self._horizon  # all of the same rank, or the rest of them would be missed
-            if np.count_nonzero(within) <= 2 * keep:
-                coldest = np.flatnonzero(within)
-            else:
-                self._horizon -= 1
-                coldest = np.flatnonzero(ranks <= self._horizon)
-                if not coldest.size:  # they all share one rank: any order is the right one
-                    coldest, self._horizon = np.flatnonzero(within), int(ranks.min())
-            slots, ranks = slots[coldest], ranks[coldest]
+        self._barren = not len(slots)
+        self._horizon = -1 if self._barren else int(np.partition(ranks, keep)[keep] if len(slots) > keep else ranks.max())
+        within = np.flatnonzero(ranks <= self._horizon)
+        if len(within) > 2 * keep:  # very many share the last rank: leave them for the next scan, unless there is no other
+            lower = np.flatnonzero(ranks < self._horizon)
+            within, self._horizon = (lower, self._horizon - 1) if lower.size else (within, self._horizon)
+        slots, ranks = slots[within], ranks[within]
         self._heap = sorted((int(rank) << _SLOT_BITS) | int(slot) for rank, slot in zip(ranks, slots, strict=True))
 
     def missing(self) -> NDArray[np.int32]:
         """Evictable slots that the heap should list and does not (rule: progress). For the invariants."""
         slots = self.all_evictable()
         listed = set(self._heap)
-        covered = slots if self._horizon is None else slots[self.ranks(slots) <= self._horizon]
+        covered = slots if self._barren else slots[self.ranks(slots) <= self._horizon]
         gone = [slot for slot in covered.tolist() if (self.rank(slot) << _SLOT_BITS | slot) not in listed]
         return np.array(gone, np.int32)
