@@ -60,22 +60,25 @@ def _put_copies(namespace: Namespace, hashes: bytes, parents: bytes) -> Steps[Pu
 
 
 def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
-    """Commit what was filled, give the rest back, and wait: afterwards anybody's lookup finds the blocks."""
+    """Commit what was filled, give the rest back, and wait: afterwards anybody's lookup finds the blocks.
+
+    Raises SessionEnded or StaleEpoch where blocks were filled and the session is over: they are not stored.
+    """
     put.seal()
     ready = put.committable()
     put.outcomes[[block.index for block in put.blocks]] = NONE
     if put.attached is None:
         yield from _send_copies(namespace, put, ready)
         return
+    if not ready:
+        yield from let_go(put.attached, [requests.abandon(put.reservation)])
+        return
     attached, lease = put.attached, put.attached.session.new_id()
     try:
         attached.check()
-        ops = [requests.abandon(put.reservation)]
-        if ready:
-            ops = [_commit(namespace, put, ready, lease), requests.release(lease), *ops]
+        ops = [_commit(namespace, put, ready, lease), requests.release(lease), requests.abandon(put.reservation)]
         answers: list[Answer] = yield Ask(attached, ops)
-        if ready:
-            put.outcomes[[block.index for block in ready]] = _slotted(answers[0]).outcomes
+        put.outcomes[[block.index for block in ready]] = _slotted(answers[0]).outcomes
     finally:
         attached.drop()
 

@@ -1,0 +1,227 @@
+"""The session protocol as values: no stream, no thread, no daemon."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore import errors
+from kvstore.clients import requests
+from kvstore.clients.answers import Expected, Failed, Finished, Slotted
+from kvstore.clients.session import MAX_BLOCKS_PER_BATCH, MAX_OPS_PER_BATCH, Answered, Opened, Over, Session, Settled, State, Welcomed
+from kvstore.proto import kvstore_pb2 as pb
+
+EPOCH = "e1"
+
+
+def server(**kind: object) -> pb.ServerMessage:
+    return pb.ServerMessage(epoch=EPOCH, **kind)  # type: ignore[arg-type]
+
+
+def opened() -> Session:
+    session = Session()
+    session.hello(pb.Hello())
+    session.next_message()
+    session.receive(server(welcome=pb.Welcome(session=7)))
+    session.locked()
+    session.next_message()
+    session.receive(server(ready=pb.Ready()))
+    return session
+
+
+def words(*values: int) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def sent_batch(session: Session) -> pb.Batch:
+    message = session.next_message()
+    assert message is not None
+    return message.batch
+
+
+def test_a_session_opens_by_hello_welcome_locked_ready() -> None:
+    session = Session()
+    session.hello(pb.Hello(client="me"))
+    first = session.next_message()
+    assert first is not None
+    assert first.hello.client == "me"
+    assert session.receive(server(welcome=pb.Welcome(session=7, arena_path="/a"))) == [Welcomed(pb.Welcome(session=7, arena_path="/a"))]
+    assert session.next_message() is None, "nothing is sent before the lock is held"
+    session.locked()
+    second = session.next_message()
+    assert second is not None
+    assert second.HasField("locked")
+    assert session.receive(server(ready=pb.Ready())) == [Opened()]
+    assert (session.state, session.id, session.epoch) == (State.OPEN, 7, EPOCH)
+
+
+def test_nothing_can_be_submitted_before_it_is_open() -> None:
+    session = Session()
+    session.hello(pb.Hello())
+    with pytest.raises(errors.SessionEnded, match="greeted"):
+        session.submit([requests.release(1)])
+
+
+@pytest.mark.parametrize("kind", ["ready", "reply", "grant", "welcome"])
+def test_a_message_out_of_turn_ends_the_session(kind: str) -> None:
+    session = opened() if kind in ("ready", "welcome") else Session()
+    if session.state is State.FRESH:
+        session.hello(pb.Hello())
+    message = server()
+    getattr(message, kind).SetInParent()
+    events = session.receive(message)
+    assert isinstance(events[-1], Over)
+    assert isinstance(session.error, errors.InternalFault)
+
+
+def test_a_message_of_another_epoch_ends_the_session() -> None:
+    session = opened()
+    message = server(grant=pb.Grant(lease=1))
+    message.epoch = "e2"
+    assert isinstance(session.receive(message)[-1], Over)
+
+
+def test_operations_queued_together_leave_as_one_batch_in_order() -> None:
+    session = opened()
+    session.submit([requests.release(1), requests.release(2)])
+    session.submit([requests.abandon(3)])
+    batch = sent_batch(session)
+    assert [op.WhichOneof("kind") for op in batch.ops] == ["release", "release", "abandon"]
+    assert session.next_message() is None
+
+
+def test_a_batch_keeps_to_the_limits_on_operations_and_blocks() -> None:
+    session = opened()
+    session.submit([requests.release(number + 1) for number in range(MAX_OPS_PER_BATCH + 1)])
+    assert len(sent_batch(session).ops) == MAX_OPS_PER_BATCH
+    assert len(sent_batch(session).ops) == 1
+    half = MAX_BLOCKS_PER_BATCH // 2 + 1
+    session.submit([requests.reserve(1, 1, count=half), requests.reserve(2, 1, count=half)])
+    assert len(sent_batch(session).ops) == 1
+    assert len(sent_batch(session).ops) == 1
+
+
+def test_replies_find_their_operations_across_batches_and_parts() -> None:
+    session = opened()
+    first = session.submit([requests.release(1), requests.reserve(2, 1, count=2)])
+    one = sent_batch(session).number
+    second = session.submit([requests.release(9)])
+    two = sent_batch(session).number
+    done = pb.OpReply(done=pb.Done(count=5))
+    slots = pb.OpReply(slots=pb.SlotReply(id=2, outcomes=bytes([1, 1]), units=words(4, 8), generations=words(1, 2)))
+    assert session.receive(server(reply=pb.BatchReply(number=two, replies=[done]))) == [Answered(second[0], Finished(5))]
+    assert session.receive(server(reply=pb.BatchReply(number=one, replies=[done]))) == [Answered(first[0], Finished(5))]
+    (event,) = session.receive(server(reply=pb.BatchReply(number=one, replies=[slots], first_op=1)))
+    assert isinstance(event, Answered)
+    assert event.ticket == first[1]
+    assert isinstance(event.answer, Slotted)
+    assert event.answer.units.tolist() == [4, 8]
+    assert event.answer.generations.tolist() == [1, 2]
+
+
+def test_a_reply_to_a_batch_that_was_not_sent_ends_the_session() -> None:
+    session = opened()
+    assert isinstance(session.receive(server(reply=pb.BatchReply(number=99)))[-1], Over)
+
+
+def test_one_failed_operation_leaves_its_neighbours_alone() -> None:
+    session = opened()
+    tickets = session.submit([requests.release(1), requests.release(2)])
+    number = sent_batch(session).number
+    replies = [pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: no such")), pb.OpReply(done=pb.Done(count=1))]
+    failed, done = session.receive(server(reply=pb.BatchReply(number=number, replies=replies)))
+    assert isinstance(failed, Answered)
+    assert isinstance(failed.answer, Failed)
+    assert isinstance(failed.answer.error, errors.NotFound)
+    assert done == Answered(tickets[1], Finished(1))
+
+
+def acquired(session: Session, lease: int, blocks: int, expected: int, reason: str = "complete") -> list[object]:
+    session.submit([requests.acquire(lease, 1, bytes(32 * blocks), 1.0)])
+    number = sent_batch(session).number
+    reply = pb.OpReply(acquired=pb.Acquired(lease=lease, expected_blocks=expected, reason=reason))
+    return list(session.receive(server(reply=pb.BatchReply(number=number, replies=[reply]))))
+
+
+def test_grants_add_up_in_order_until_the_last_settles_the_lease() -> None:
+    session = opened()
+    acquired(session, 5, 3, 3)
+    assert session.receive(server(grant=pb.Grant(lease=5, members=1, units=words(10), generations=words(1)))) == []
+    grant = pb.Grant(lease=5, first_block=1, members=1, units=words(20, 30), generations=words(2, 3), ended="complete")
+    (event,) = session.receive(server(grant=grant))
+    assert isinstance(event, Settled)
+    assert event.granting.units.tolist() == [[10, 20, 30]]
+    assert event.granting.generations.tolist() == [[1, 2, 3]]
+    assert event.granting.ended == "complete"
+
+
+def test_a_groups_grant_has_one_row_a_member() -> None:
+    session = opened()
+    acquired(session, 5, 2, 2)
+    grant = pb.Grant(lease=5, members=2, units=words(1, 2, 3, 4), generations=words(1, 1, 0, 1), ended="complete")
+    (event,) = session.receive(server(grant=grant))
+    assert isinstance(event, Settled)
+    assert event.granting.units.tolist() == [[1, 2], [3, 4]]
+
+
+def test_an_acquire_of_nothing_is_settled_by_its_reply() -> None:
+    session = opened()
+    answered, settled = acquired(session, 5, 2, 0, "missing")
+    assert isinstance(answered, Answered)
+    assert answered.answer == Expected(0, "missing")
+    assert isinstance(settled, Settled)
+    assert settled.granting.ended == "missing"
+
+
+def test_an_acquire_that_was_refused_is_settled_with_its_error() -> None:
+    session = opened()
+    session.submit([requests.acquire(5, 1, bytes(32), 1.0)])
+    number = sent_batch(session).number
+    reply = pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: namespace"))
+    _, settled = session.receive(server(reply=pb.BatchReply(number=number, replies=[reply])))
+    assert isinstance(settled, Settled)
+    assert isinstance(settled.granting.error, errors.NotFound)
+
+
+def test_grants_of_a_forgotten_lease_are_ignored() -> None:
+    session = opened()
+    acquired(session, 5, 1, 1)
+    session.forget(5)
+    assert session.receive(server(grant=pb.Grant(lease=5, members=1, units=words(1), generations=words(1), ended="complete"))) == []
+
+
+def test_the_end_of_the_stream_fails_everything_that_waits() -> None:
+    session = opened()
+    acquired(session, 5, 2, 2)
+    waiting = session.submit([requests.release(1)])
+    sent_batch(session)
+    queued = session.submit([requests.release(2)])
+    events = session.lost(errors.Unavailable("gone"))
+    failed = {event.ticket for event in events if isinstance(event, Answered)}
+    assert failed == {waiting[0], queued[0]}
+    assert [event.lease for event in events if isinstance(event, Settled)] == [5]
+    assert isinstance(events[-1], Over)
+    assert session.next_message() is None
+    with pytest.raises(errors.Unavailable, match="gone"):
+        session.submit([requests.release(3)])
+
+
+def test_the_end_is_told_once() -> None:
+    session = opened()
+    session.lost(errors.Unavailable("gone"))
+    assert session.lost(errors.Unavailable("again")) == []
+
+
+def test_what_the_daemon_says_of_the_end_is_the_error() -> None:
+    session = opened()
+    (over,) = session.receive(server(ended=pb.Ended(code="RESOURCE_EXHAUSTED", text="ResourceExhausted: too slow")))
+    assert isinstance(over, Over)
+    assert isinstance(over.error, errors.ResourceExhausted)
+
+
+def test_more_operations_than_are_ever_sent_are_refused() -> None:
+    session = opened()
+    many = [requests.release(1)] * 40_000
+    session.submit(many)
+    with pytest.raises(errors.ResourceExhausted):
+        session.submit(many)
