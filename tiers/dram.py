@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -137,17 +138,25 @@ class DramTier:
     def close(self) -> None:
         """Unmap the arena, once nobody has a view of it, and leave its file for the next daemon. Idempotent."""
         if self._open:
-            self._open = False
-            self._health.close()
-            self._prefault.stop()
-            self._units, self.memory = np.zeros(0, np.uint8), memoryview(b"")
-            self._file.close()
+            self._unmap()
             self._owner.release()
 
     def remove(self) -> None:
         """Close, and give the memory back; what clients have mapped stays theirs. For an orderly stop with no process attached."""
-        self.close()
-        self.path.unlink(missing_ok=True)
+        if self._open:
+            self._unmap()
+            self.path.unlink(missing_ok=True)
+            self._owner.remove()
+            with contextlib.suppress(OSError):  # not empty: somebody else's files, or the next daemon's
+                self.sessions_directory.rmdir()
+                self.path.parent.rmdir()
+
+    def _unmap(self) -> None:
+        self._open = False
+        self._health.close()
+        self._prefault.stop()
+        self._units, self.memory = np.zeros(0, np.uint8), memoryview(b"")
+        self._file.close()
 
     def _pieces(self, offset_bytes: int, buffers: Sequence[memoryview]) -> list[tuple[NDArray[np.uint8], memoryview]]:
         """Each buffer with its part of the arena, which stays mapped while somebody has it."""

@@ -10,17 +10,15 @@ from kvstore.errors import ConfigError
 
 
 class OwnerLock:
-    """Holds `path` locked until `release`."""
+    """Holds `path` locked until `release` or `remove`."""
 
     def __init__(self, path: Path, advice: str) -> None:
         """Raises ConfigError, ending in `advice`, where another process has it."""
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._fd, 64, 0).decode(errors="replace").strip()
+        self._path = path
+        self._fd = _locked(path, advice)
+        while os.fstat(self._fd).st_nlink == 0:  # its last owner removed the file after we had opened it
             os.close(self._fd)
-            raise ConfigError(f"{path.parent}: in use by another process (pid {owner or 'unknown'}); {advice}") from None
+            self._fd = _locked(path, advice)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)  # for people: the lock is what counts
 
@@ -29,3 +27,20 @@ class OwnerLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def remove(self) -> None:
+        """Delete the file, and let others make a new one. Idempotent."""
+        if self._fd >= 0:  # else it is somebody else's by now
+            self._path.unlink(missing_ok=True)
+            self.release()
+
+
+def _locked(path: Path, advice: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(f"{path.parent}: in use by another process (pid {owner or 'unknown'}); {advice}") from None
+    return fd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import time
@@ -18,6 +19,7 @@ from kvstore.tiers import memory as system
 from kvstore.tiers import room
 from kvstore.tiers.base import HealthState
 from kvstore.tiers.dram import DramOptions, DramTier
+from kvstore.tiers.owner_lock import OwnerLock
 
 EXTENT_UNITS = 64
 CAPACITY_BYTES = 8 * EXTENT_UNITS * UNIT_BYTES
@@ -160,8 +162,26 @@ def test_removing_the_arena_leaves_mappings_alone(opened: Open) -> None:
         client = mmap.mmap(file.fileno(), tier.capacity_bytes, prot=mmap.PROT_READ, offset=tier.header_bytes)
     tier.memory[:4] = b"mine"
     tier.remove()
-    assert not tier.path.exists()
+    assert not tier.path.parent.exists()
     assert client[:4] == b"mine"
+    opened()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = OwnerLock(tmp_path / "owner", "")
+    real = fcntl.flock
+
+    def slow(fd: int, operation: int) -> None:
+        """The owner goes between another's opening and locking."""
+        first.remove()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    second = OwnerLock(tmp_path / "owner", "")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError):
+        OwnerLock(tmp_path / "owner", "")
+    second.release()
 
 
 # ---- what the system is asked and told
