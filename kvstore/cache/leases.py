@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.cache.messages import UNIT_BYTES, EndReason, Granted
-from kvstore.cache.slots import SlotState
+from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import HOLE, Lease, Session, State, Transfer
 
 
@@ -16,14 +17,15 @@ def holder(state: State, lease: Lease) -> Session | None:
     return state.sessions.get(lease.session)
 
 
-def may_hold(state: State, session: Session, slots: Iterable[int], more_units: int = 0) -> bool:
+def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, more_units: int = 0) -> bool:
     """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones."""
     dram = state.dram
     own = newly = more_units * UNIT_BYTES
-    for slot in slots:
-        size = dram.slot_units_of(slot) * UNIT_BYTES
-        own += 0 if session.counts[slot] else size
-        newly += 0 if dram.is_held(slot) else size
+    if len(slots):
+        ids = np.asarray(slots, np.int32)
+        sizes = dram.bytes_of(ids)
+        own += int(sizes[session.counts[ids] == 0].sum())
+        newly += int(sizes[~dram.held_many(ids)].sum())
     if session.limit_bytes and session.held_bytes + own > session.limit_bytes:
         return False
     if session.held_bytes + own <= session.guarantee_bytes:
@@ -40,6 +42,13 @@ def put(state: State, lease: Lease, member: int, position: int, slot: int) -> No
     lease.slots[member][position] = slot
     lease.generations[member][position] = state.dram.generation_at[slot]
     state.hold_for(holder(state, lease), slot)
+
+
+def put_many(state: State, lease: Lease, member: int, positions: NDArray[np.intp], slots: SlotIds) -> None:
+    """`put` for many distinct slots."""
+    for values, into in ((slots, lease.slots[member]), (state.dram.generation[slots], lease.generations[member])):
+        np.frombuffer(into, values.dtype)[positions] = values
+    state.hold_many(holder(state, lease), slots)
 
 
 def append(state: State, lease: Lease, slot: int) -> None:
@@ -90,13 +99,14 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
         return
     session = holder(state, lease)
     for member, generations in zip(lease.slots, lease.generations, strict=True):
-        for _ in range(len(member) - keep):
-            slot = member.pop()
-            generations.pop()
-            if slot > 0:
-                state.unhold_for(session, slot)
-            elif slot == 0:
-                lease.pending -= 1
+        tail = np.array(member[keep:], np.int32)
+        del member[keep:], generations[keep:]
+        lease.pending -= int(np.count_nonzero(tail == 0))
+        held = tail[tail > 0][::-1]
+        while held.size:  # a lease under which one block was committed twice holds its slot twice
+            once, at = np.unique(held, return_index=True)
+            state.unhold_many(session, once)
+            held = np.delete(held, at)
     lease.granted = min(lease.granted, keep)
     lease.reason = reason
     state.advanced.append(lease)

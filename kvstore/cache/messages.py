@@ -286,7 +286,7 @@ Outcome = Acquired | Claimed | Reserved | Committed | Refused | Done
 
 @dataclass(frozen=True)
 class Recovered:
-    """Blocks found on disk at start, as parallel arrays; one namespace id each."""
+    """Blocks found on disk at start, oldest first, as parallel arrays; one namespace id each."""
 
     namespaces: NDArray[np.int32]
     hashes: Hashes
@@ -296,3 +296,4 @@ class Recovered:
     checksums: NDArray[np.uint64]
     suspect: bool  # the last stop was not clean: a mismatch is then torn, not rotten
     quarantined_units: Units = field(default_factory=lambda: np.zeros(0, np.uint32))
+    extent_slot_units: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # as the directory has them

@@ -25,7 +25,7 @@ DESCENDANTS_FIRST = 16_384  # blocks put first in line when an ancestor goes by 
 def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: SlotState) -> list[int]:
     """Up to `wanted` slots of this size, in state `becomes`. Fewer only when everything else is held."""
     table = state.tables[tier]
-    got: list[int] = []
+    got: list[int] = table.take_free_many(slot_units, wanted, becomes).tolist()
     while len(got) < wanted:
         slot = table.take_free(slot_units, becomes)
         if not slot and (assign_extent(state, table, slot_units) or evict_one(state, tier, slot_units)):

@@ -67,6 +67,13 @@ def _present(state: State, rows: Rows) -> NDArray[np.bool_]:
     return found & (rows > 0)
 
 
+def _first_time(rows: Rows) -> NDArray[np.bool_]:
+    """False where a row stood before: no chain names a block twice."""
+    first = np.zeros(len(rows), bool)
+    first[np.unique(rows, return_index=True)[1]] = True
+    return first
+
+
 def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
     """How far the prefix reaches and in which tier each block is. Changes nothing."""
     members = members_of(state, tenant, namespace, group)
@@ -117,6 +124,8 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
     rows = [state.index.find(member, hashes) for member in lease.namespaces]
     keeps = [state.keep(member) for member in lease.namespaces]
     present = [_present(state, mine) if loads else state.index.slot[Tier.DRAM][mine] > 0 for mine in rows]
+    for mine, has in zip(rows, present, strict=True):
+        has &= _first_time(mine)
     length = complete_prefix(present, keeps)
     reason = _why_short(state, rows, length, asked)
     while True:
@@ -143,15 +152,17 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
 
 def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length: int) -> tuple[int, EndReason, list[tuple[int, int, int]]]:
     """Hold dram copies first, so that making room cannot take them; then a target slot for each load that nobody has begun."""
-    in_dram = state.index.slot_at[Tier.DRAM]
-    for position in range(length):
-        for member, slots in enumerate(lease.slots):
-            slot = in_dram[rows[member][position]]
-            if slots[position] == 0 and slot:
-                if not leases.may_hold(state, session, [slot]):
-                    return position, EndReason.LIMIT, []
-                leases.put(state, lease, member, position, slot)
-                use(state, int(rows[member][position]))
+    in_dram = [
+        np.where(np.frombuffer(slots, np.int32) == 0, state.index.slot[Tier.DRAM][mine[:length]], 0)
+        for mine, slots in zip(rows, lease.slots, strict=True)
+    ]
+    affordable = _affordable(state, session, in_dram, length)
+    for member, held in enumerate(in_dram):
+        here = np.flatnonzero(held[:affordable])
+        leases.put_many(state, lease, member, here, held[here])
+        use_many(state, rows[member][here])
+    if affordable < length:
+        return affordable, EndReason.LIMIT, []
     targets: list[tuple[int, int, int]] = []
     coming = 0  # units that will be held when the loads have ended
     for position in range(length):
@@ -168,6 +179,19 @@ def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length
                 return position, EndReason.NO_ROOM, targets
             targets.append((member, position, got[0]))
     return length, EndReason.COMPLETE, targets
+
+
+def _affordable(state: State, session: Session, in_dram: list[NDArray[np.int32]], length: int) -> int:
+    """How many leading positions the session may hold of what is in dram."""
+    wanted = np.stack(in_dram, axis=1)[:length]  # [positions, members]
+    if leases.may_hold(state, session, wanted[wanted > 0]):
+        return length
+    low, high = 0, length  # the first `low` may be held, the first `high` may not
+    while high - low > 1:
+        middle = (low + high) // 2
+        part = wanted[:middle]
+        low, high = (middle, high) if leases.may_hold(state, session, part[part > 0]) else (low, middle)
+    return low
 
 
 def _wait_for_loads(state: State, lease: Lease, rows: list[Rows]) -> None:
@@ -193,6 +217,13 @@ def use(state: State, row: int) -> None:
     for tier in state.index.tiers:
         if slot := state.index.slot_at[tier][row]:
             state.touch(tier, slot)
+
+
+def use_many(state: State, rows: Rows) -> None:
+    """`use` for many, in the order of their chain."""
+    for tier in state.index.tiers:
+        slots = state.index.slot[tier][rows]
+        state.touch_many(tier, slots[slots > 0])
 
 
 def start_read(state: State, row: int, target: int, priority: Priority, deadline_at: float) -> Transfer:

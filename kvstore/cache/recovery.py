@@ -13,6 +13,8 @@ from kvstore.cache.moving import remove
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
+AGES = 256  # steps of recency that recovered blocks are told apart by
+
 
 @dataclass(frozen=True)
 class Cleared:
@@ -46,7 +48,10 @@ def recover(state: State, found: Recovered) -> int:
     if len(rows):
         index.link_all(rows, above)
         np.add.at(index.children[Tier.NVME], above, 1)
-    _quarantine(nvme, found.quarantined_units)
+    for piece in np.array_split(slots, AGES):  # they came oldest first
+        state.policies[Tier.NVME].used_many(piece)
+        state.policies[Tier.NVME].advance()
+    _quarantine(nvme, found.quarantined_units, found.extent_slot_units)
     _delete_the_rest(state, found, kept)
     state.counters["recovered"] += len(kept)
     return len(kept)
@@ -87,14 +92,7 @@ def _packed(namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.void]:
 
 def _take_slots(table: SlotTable, slots: SlotIds, state: SlotState) -> None:
     """Move many free slots into a state at once."""
-    table.state[slots] = state
-    extents = table.units[slots] // table.extent_units
-    for extent, used in zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True):
-        table.use_extents(extent, used)
-    sizes = table.extent_slot_units[extents].astype(np.int64) * UNIT_BYTES
-    table.bytes_in[SlotState.FREE] -= int(sizes.sum())
-    table.bytes_in[state] += int(sizes.sum())
-    table.blocks += len(slots) if state is SlotState.LIVE else 0
+    table.move_many(slots, SlotState.FREE, state)
     for size, stack in table.free.items():
         left = np.frombuffer(stack, np.int32)
         table.free[size] = type(stack)("i", left[table.state[left] == SlotState.FREE].tobytes())
@@ -112,7 +110,10 @@ def _parents(state: State, namespaces: NDArray[np.int32], parents: Hashes) -> ND
     return rows
 
 
-def _quarantine(nvme: SlotTable, units: Units) -> None:
+def _quarantine(nvme: SlotTable, units: Units, extent_slot_units: NDArray[np.int32]) -> None:
+    for extent in np.unique(units // nvme.extent_units).tolist():
+        if extent < min(nvme.extent_count, len(extent_slot_units)) and extent_slot_units[extent] and not nvme.extent_slot_units[extent]:
+            nvme.assign(extent, int(extent_slot_units[extent]))
     slots = nvme.locate_all(units)
     slots = slots[(slots > 0) & (nvme.state[slots] == SlotState.FREE)]
     _take_slots(nvme, np.unique(slots), SlotState.QUARANTINED)

@@ -173,6 +173,48 @@ class SlotTable:
         self.become(slot, state)
         return slot
 
+    def take_free_many(self, slot_units: int, wanted: int, state: SlotState) -> SlotIds:
+        """`take_free` for up to `wanted` slots. [n]"""
+        stack = self.free.get(slot_units, array("i"))
+        count = min(wanted, len(stack))
+        slots = np.array(stack[len(stack) - count :][::-1], np.int32)
+        del stack[len(stack) - count :]
+        self.generation[slots] = self.generation[slots] % np.uint32(0xFFFFFFFF) + np.uint32(1)
+        self.flags[slots] &= QUEUED
+        self.row[slots] = 0
+        self.move_many(slots, SlotState.FREE, state)
+        self.held_bytes += count * slot_units * UNIT_BYTES * (state not in (SlotState.LIVE, SlotState.QUARANTINED))
+        return slots
+
+    def move_many(self, slots: SlotIds, before: SlotState, after: SlotState) -> None:
+        """Book many distinct slots from one state to another; held bytes and the free stacks are the caller's."""
+        self.state[slots] = after
+        extents = self.units[slots] // self.extent_units
+        total = int(self.extent_slot_units[extents].sum(dtype=np.int64)) * UNIT_BYTES
+        self._move_bytes(before, after, total)
+        self.blocks += len(slots) * ((after == SlotState.LIVE) - (before == SlotState.LIVE))
+        if SlotState.FREE in (before, after):
+            change = 1 if before == SlotState.FREE else -1
+            for extent, used in zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True):
+                self.use_extents(extent, change * used)
+
+    def held_many(self, slots: SlotIds) -> NDArray[np.bool_]:
+        """`is_held` for many. [n]"""
+        states = self.state[slots]
+        live = (self.holds[slots] > 0) | (self.transfers[slots] > 0)
+        return np.where(states == SlotState.LIVE, live, ~np.isin(states, (SlotState.UNASSIGNED, SlotState.FREE, SlotState.QUARANTINED)))
+
+    def bytes_of(self, slots: SlotIds) -> NDArray[np.int64]:
+        """The size of each slot. [n]"""
+        return self.extent_slot_units[self.units[slots] // self.extent_units].astype(np.int64) * UNIT_BYTES
+
+    def hold_many(self, slots: SlotIds, change: int) -> None:
+        """`hold` for many distinct slots."""
+        before = self.held_many(slots)
+        self.holds[slots] += change
+        changed = self.held_many(slots) != before
+        self.held_bytes += (1 if change > 0 else -1) * int(self.bytes_of(slots[changed]).sum())
+
     def become(self, slot: int, state: SlotState) -> None:
         """Move a slot from its state to another; a FREE one goes back on the stack."""
         before = self.state_at[slot]

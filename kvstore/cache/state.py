@@ -30,7 +30,7 @@ from kvstore.cache.messages import (
     StartDelete,
     Tier,
 )
-from kvstore.cache.slots import DIRTY, QUEUED, SlotState, SlotTable
+from kvstore.cache.slots import DIRTY, QUEUED, SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
 
 HOLE = -1  # not a count: in a lease, a position for which this member has, or needs, no slot
@@ -148,6 +148,14 @@ class WriteQueue:
             self._count += 1
         flags[slot] |= DIRTY | QUEUED
 
+    def add_many(self, slots: SlotIds) -> None:
+        """`add` for distinct slots."""
+        flags = self._table.flags
+        fresh = slots[(flags[slots] & QUEUED) == 0]
+        self._ring[(self._first + self._count + np.arange(len(fresh))) % len(self._ring)] = fresh
+        self._count += len(fresh)
+        flags[slots] |= DIRTY | QUEUED
+
     def peek(self) -> int:
         """The oldest slot that is still dirty; 0 when there is none."""
         flags = self._table.flags_at
@@ -260,6 +268,47 @@ class State:
         self.dram.hold(slot, -1)
         self.settle(self.dram, slot)
 
+    def hold_many(self, session: Session | None, slots: SlotIds) -> None:
+        """`hold_for` for distinct slots."""
+        self.dram.hold_many(slots, 1)
+        if session is not None:
+            self.count_many(session, slots, 1)
+
+    def unhold_many(self, session: Session | None, slots: SlotIds) -> None:
+        """`unhold_for` for distinct slots."""
+        if session is not None:
+            self.count_many(session, slots, -1)
+        self.dram.hold_many(slots, -1)
+        doomed = self.dram.state[slots] == SlotState.DOOMED
+        for slot in slots[doomed].tolist():
+            self.settle(self.dram, slot)
+        self.expose_many(Tier.DRAM, slots[~doomed])
+
+    def by_size(self, tier: Tier, slots: SlotIds) -> list[tuple[Candidates, SlotIds]]:
+        """Slots apart by their size class."""
+        table = self.tables[tier]
+        sizes = table.extent_slot_units[table.units[slots] // table.extent_units]
+        return [(self.candidates(tier, size), slots[sizes == size]) for size in np.unique(sizes).tolist()]
+
+    def expose_many(self, tier: Tier, slots: SlotIds) -> None:
+        """`expose` for many."""
+        for candidates, mine in self.by_size(tier, slots):
+            candidates.expose_many(mine)
+
+    def touch_many(self, tier: Tier, slots: SlotIds) -> None:
+        """`touch` for many, in the order of their chain."""
+        self.policies[tier].used_many(slots)
+        for candidates, mine in self.by_size(tier, slots):
+            candidates.used_many(mine)
+
+    def count_many(self, session: Session, slots: SlotIds, change: int) -> None:
+        """`count_for` for distinct slots."""
+        before = session.counts[slots]
+        session.counts[slots] = before + np.uint16(1) if change > 0 else before - np.uint16(1)
+        turned = slots[before == (0 if change > 0 else 1)]
+        session.held_bytes += change * int(self.dram.bytes_of(turned).sum())
+        self._marks.setdefault(session.id, set()).update(turned.tolist())
+
     def count_for(self, session: Session, slot: int, change: int) -> None:
         """Book a session's hold on a slot, and mark the slot in its session file when it is the first or was the last."""
         before = int(session.counts[slot])
@@ -298,6 +347,14 @@ class State:
             hashes.append(self.index.hash_bytes(row))
         if kind is NoticeKind.STORED:
             parents.append(self.index.hash_bytes(self.index.parent_at[row]))
+
+    def notice_stored(self, namespace: int, tier: Tier, hashes: bytes, parents: bytes) -> None:
+        """`notice` of many stored blocks."""
+        key: tuple[NoticeKind, int, Tier | None] = (NoticeKind.STORED, namespace, tier)
+        if not self._notices or self._notices[-1][0] != key:
+            self._notices.append((key, [], []))
+        self._notices[-1][1].append(hashes)
+        self._notices[-1][2].append(parents)
 
     def take_decisions(self) -> list[Decision]:
         """All decisions since the last call. Marks come first: a slot is marked before it is granted."""

@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 
 from kvstore.cache import leases
+from kvstore.cache.fresh import commit_fresh_chain
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import (
     Abandon,
@@ -42,7 +43,7 @@ def reserve(state: State, request: Reserve) -> Reserved | Refused:
 
 
 def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Reserved:
-    slots: list[int] = []
+    slots = _take_slots(state, session, request)
     outcome = BlockOutcome.SLOT
     while len(slots) < request.count and outcome is BlockOutcome.SLOT:
         outcome, slot = _take_slot(state, session, request)
@@ -50,6 +51,17 @@ def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Rese
             slots.append(slot)
     outcomes = [BlockOutcome.SLOT] * len(slots) + ([] if outcome is BlockOutcome.SLOT else [outcome])
     return Reserved(request.reservation, np.array(outcomes, np.uint8), state.dram.units[slots], state.dram.generation[slots])
+
+
+def _take_slots(state: State, session: Session, request: Reserve) -> list[int]:
+    """All at once where the session may hold so much; else none."""
+    slot_units = state.spec(request.namespace).slot_units
+    if not leases.may_hold(state, session, [], slot_units * request.count):
+        return []
+    slots = make_room(state, Tier.DRAM, slot_units, request.count, SlotState.RESERVED)
+    session.reserved.update(dict.fromkeys(slots, request.reservation))
+    state.count_many(session, np.array(slots, np.int32), 1)
+    return slots
 
 
 def _take_slot(state: State, session: Session, request: Reserve) -> tuple[BlockOutcome, int]:
@@ -116,6 +128,9 @@ def commit(state: State, request: Commit) -> Committed | Refused:
     generations = request.generations.tolist()
     keys = [key.tobytes() for key in request.hashes]
     parents = [parent.tobytes() for parent in request.parents] if len(request.parents) == count else [request.parents[0].tobytes(), *keys]
+    if commit_fresh_chain(state, session, lease, request):
+        none = np.zeros(count, np.uint32)
+        return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
     for i, slot in enumerate(slots):
         if slot not in session.reserved or state.dram.generation_at[slot] != generations[i]:
             outcomes[i] = BlockOutcome.BAD_SLOT

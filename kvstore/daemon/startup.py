@@ -98,8 +98,8 @@ def _open_dram(settings: Settings, epoch: str) -> DramTier:
     log.info("dram: taking %s in %s", format_bytes(settings.dram.bytes), settings.dram.dir)
     extent_bytes = settings.dram.extent_bytes or extent_bytes_for(settings.dram.bytes)
     name = hashlib.sha256(os.fsencode(os.path.realpath(settings.listen))).hexdigest()[:12]  # one arena a socket
-    options = DramOptions(Path(settings.dram.dir), name, settings.dram.bytes, extent_bytes // UNIT_BYTES, epoch, settings.dram.prefault)
-    return DramTier(options)
+    dram, extent_units = settings.dram, extent_bytes // UNIT_BYTES
+    return DramTier(DramOptions(Path(dram.dir), name, dram.bytes, extent_units, epoch, dram.prefault, dram.huge_pages))
 
 
 def _sizes(settings: Settings, dram: DramTier, nvme: NvmeTier | None) -> CacheSizes:
@@ -142,7 +142,7 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
             ids[stored.number] = hub.namespaces.reopen(stored.facts).id
         except errors.KVStoreError as error:
             log.error("nvme: namespace %s is left out, its blocks are freed: %s", stored.digest.hex()[:12], error)
-    count = hub.cache.recover(_recovered(loaded, ids, suspect=nvme.suspect))
+    count = hub.cache.recover(_recovered(loaded, ids, nvme))
     torn, misplaced = len(loaded.torn_units), len(loaded.misplaced_units)
     log.info(
         "nvme: %d blocks recovered in %.2f s",
@@ -152,7 +152,7 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
     )
 
 
-def _recovered(loaded: LoadedRecords, ids: np.ndarray[tuple[int], np.dtype[np.int32]], *, suspect: bool) -> Recovered:
+def _recovered(loaded: LoadedRecords, ids: np.ndarray[tuple[int], np.dtype[np.int32]], nvme: NvmeTier) -> Recovered:
     """What the cache is told. Newest blocks come last, so that they are the most recent."""
     return Recovered(
         namespaces=ids[loaded.namespaces],
@@ -161,6 +161,7 @@ def _recovered(loaded: LoadedRecords, ids: np.ndarray[tuple[int], np.dtype[np.in
         units=loaded.units,
         generations=loaded.generations,
         checksums=loaded.checksums,
-        suspect=suspect,
+        suspect=nvme.suspect,
         quarantined_units=loaded.quarantined_units,
+        extent_slot_units=nvme.extent_slot_units,
     )

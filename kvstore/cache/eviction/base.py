@@ -16,6 +16,9 @@ class Policy(Protocol):
     def used(self, slot: int) -> None:
         """A block was put into this slot, or somebody asked for it."""
 
+    def used_many(self, slots: NDArray[np.int32]) -> None:
+        """`used` for many, in the order of their chain."""
+
     def first_in_line(self, slot: int) -> None:
         """This block is worth nothing now."""
 

@@ -72,6 +72,21 @@ class Candidates:
         if self._policy.rank(slot) <= self._horizon and self.evictable(slot):
             self.expose(slot)
 
+    def expose_many(self, slots: NDArray[np.int32]) -> None:
+        """`expose` for those of the slots that are evictable."""
+        table = self._table
+        slots = slots[(table.state[slots] == SlotState.LIVE) & (table.holds[slots] == 0) & (table.transfers[slots] == 0)]
+        slots = slots[self._index.children[table.tier][table.row[slots]] == 0]
+        if slots.size:
+            self._barren = False
+            for slot in slots[self.ranks(slots) <= self._horizon].tolist():
+                self.expose(slot)
+
+    def used_many(self, slots: NDArray[np.int32]) -> None:
+        """`used` for many."""
+        for slot in slots[self._policy.ranks(slots) <= self._horizon].tolist():
+            self.used(slot)
+
     def pop(self) -> int:
         """The coldest evictable slot, no longer listed; 0 when there is none."""
         while not self._barren:

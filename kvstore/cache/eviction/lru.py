@@ -19,6 +19,9 @@ class Lru:
     def used(self, slot: int) -> None:
         self._stamp_at[slot] = self._now
 
+    def used_many(self, slots: NDArray[np.int32]) -> None:
+        self._stamp[slots] = self._now
+
     def first_in_line(self, slot: int) -> None:
         self._stamp_at[slot] = FIRST_IN_LINE
 
