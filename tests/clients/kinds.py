@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import pytest
 
@@ -110,11 +110,11 @@ async def _next(events: AsyncIterator[T]) -> T:
 def make(kind: str, address: str, monkeypatch: pytest.MonkeyPatch) -> Client:
     """A client of this kind. `bytes` is one whose process cannot map the arena."""
     if kind == "loop":
-        return OnLoop(address)  # type: ignore[return-value]
+        return cast(Client, OnLoop(address))
     if kind == "bytes":
         for module in (link, aio_link):
             monkeypatch.setattr(module, "map_arena", _cannot_map)
-    return client.KVClient(address)
+    return cast(Client, client.KVClient(address))
 
 
 def _cannot_map(*_: object) -> None:

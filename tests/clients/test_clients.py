@@ -107,9 +107,14 @@ def test_a_lease_cannot_be_used_after_its_with_block(client: Client, namespace: 
 
 def test_an_exception_in_the_block_stores_nothing(client: Client, namespace: Namespace) -> None:
     hashes = chain(8, 2)
-    with pytest.raises(RuntimeError, match="mine"), client.put(namespace, hashes) as put:
-        put.blocks[0].write(pattern(put.blocks[0].hash))
-        raise RuntimeError("mine")
+
+    def fail_half_way() -> None:
+        with client.put(namespace, hashes) as put:
+            put.blocks[0].write(pattern(put.blocks[0].hash))
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail_half_way()
     assert client.lookup(namespace, hashes).blocks == 0
     store(client, namespace, hashes)
 

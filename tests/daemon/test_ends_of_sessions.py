@@ -88,25 +88,25 @@ def test_a_forked_child_does_not_keep_a_dead_parents_slots(daemon: DaemonProcess
 
 
 def test_a_stopped_client_is_ended_by_silence_and_keeps_its_memory_until_it_dies(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path, ["--session-silence-s", "3"]) as daemon, KVClient(daemon.address) as client:
-        with Puppet(daemon.address) as puppet:
-            puppet.tell("put", 4, 2)
-            puppet.tell("hold", 4, 2)
-            puppet.tell("reserve", 5, 2)
-            puppet.send(signal.SIGSTOP)
-            took_s = eventually(lambda: classes(client)["orphaned"] == 2 * SLOT, 8.0)
-            assert took_s > 1.0, "it was ended by silence, not by chance"
-            assert held_bytes(client) == 4 * SLOT, "its process may still touch them"
-            namespace = client.open_namespace(IDENTITY, GEOMETRY)
-            with client.get(namespace, chain(4, 2)) as lease:
-                assert lease.blocks == 2, "others can still lease the block in an orphaned lease"
-            with client.put(namespace, chain(5, 2)) as put:
-                assert put.names == ("slot",) * 2, "the keys of its reservations are free"
-            puppet.send(signal.SIGCONT)
-            eventually(lambda: puppet.tell("check") == "SessionEnded", 5.0)
-            assert puppet.tell("peek"), "what it had leased is still what it was"
-            puppet.tell("drop")
-            eventually(lambda: held_bytes(client) == 0, 1.0)
+    flags = ["--session-silence-s", "3"]
+    with DaemonProcess(tmp_path, flags) as daemon, KVClient(daemon.address) as client, Puppet(daemon.address) as puppet:
+        puppet.tell("put", 4, 2)
+        puppet.tell("hold", 4, 2)
+        puppet.tell("reserve", 5, 2)
+        puppet.send(signal.SIGSTOP)
+        took_s = eventually(lambda: classes(client)["orphaned"] == 2 * SLOT, 8.0)
+        assert took_s > 1.0, "it was ended by silence, not by chance"
+        assert held_bytes(client) == 4 * SLOT, "its process may still touch them"
+        namespace = client.open_namespace(IDENTITY, GEOMETRY)
+        with client.get(namespace, chain(4, 2)) as lease:
+            assert lease.blocks == 2, "others can still lease the block in an orphaned lease"
+        with client.put(namespace, chain(5, 2)) as put:
+            assert put.names == ("slot",) * 2, "the keys of its reservations are free"
+        puppet.send(signal.SIGCONT)
+        eventually(lambda: puppet.tell("check") == "SessionEnded", 5.0)
+        assert puppet.tell("peek"), "what it had leased is still what it was"
+        puppet.tell("drop")
+        eventually(lambda: held_bytes(client) == 0, 1.0)
 
 
 def test_a_session_without_traffic_lives_on(tmp_path: Path) -> None:

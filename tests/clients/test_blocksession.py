@@ -1,0 +1,190 @@
+"""The store as a paged KV cache uses it, against a real daemon that is also killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvstore import errors
+from kvstore.clients.blocks import BlockStore, Slots
+from kvstore.clients.blocksession import BlockSession
+from kvstore.clients.client import KVClient
+from kvstore.testing.daemon import DaemonProcess
+from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern
+
+UNIT_BYTES = 4096
+
+
+@pytest.fixture
+def blocks(daemon: DaemonProcess) -> Iterator[BlockStore]:
+    with KVClient(daemon.address) as client:
+        store = client.open_blocks(IDENTITY, GEOMETRY)
+    yield store
+    store.close()
+
+
+def slot_bytes(blocks: BlockStore, slots: Slots, row: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    start = int(slots.units[row]) * UNIT_BYTES
+    return blocks.arena[start : start + GEOMETRY.block_bytes]
+
+
+def fill(blocks: BlockStore, slots: Slots, hashes: bytes) -> None:
+    for row, key in enumerate(each_hash(hashes)):
+        slot_bytes(blocks, slots, row)[:] = pattern(key)
+
+
+def holds(blocks: BlockStore, slots: Slots, hashes: bytes) -> bool:
+    return all(np.array_equal(slot_bytes(blocks, slots, row), pattern(key)) for row, key in enumerate(each_hash(hashes)[: len(slots)]))
+
+
+def root() -> bytes:
+    from kvstore.hashing import fingerprint
+
+    return fingerprint(IDENTITY)
+
+
+def store(blocks: BlockStore, lease: int, hashes: bytes) -> Slots:
+    slots = blocks.reserve(len(hashes) // 32)
+    assert len(slots) == len(hashes) // 32
+    fill(blocks, slots, hashes)
+    blocks.commit(lease, slots, hashes, root())
+    assert blocks.flush(5)
+    return slots
+
+
+def held(daemon: DaemonProcess) -> int:
+    with KVClient(daemon.address) as client:
+        return next(tier.held_bytes for tier in client.stats().tiers if tier.tier == "dram")
+
+
+def test_committed_slots_are_found_and_stay_where_they_are(blocks: BlockStore) -> None:
+    hashes = chain(1, 4)
+    written = store(blocks, 1, hashes)
+    read = blocks.acquire(2, hashes, 1.0)
+    assert read.units.tolist() == written.units.tolist()
+    assert holds(blocks, read, hashes)
+
+
+def test_acquire_answers_with_the_leading_blocks_only(blocks: BlockStore) -> None:
+    store(blocks, 1, chain(2, 3))
+    assert len(blocks.acquire(2, chain(2, 5), 1.0)) == 3
+    assert len(blocks.acquire(3, chain(3, 5), 1.0)) == 0
+    blocks.release(3)
+
+
+def test_what_is_committed_twice_stays_private_and_readable(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    hashes = chain(4, 2)
+    store(blocks, 1, hashes)
+    twin = blocks.reserve(2)
+    fill(blocks, twin, hashes)
+    blocks.commit(2, twin, hashes, root())
+    assert blocks.flush(5)
+    assert isinstance(blocks, BlockSession)
+    assert blocks.outcomes == {"stored": 2, "exists": 2, "failed": 0}
+    assert holds(blocks, twin, hashes)
+    blocks.abandon(twin)
+    blocks.release(1)
+    blocks.release(2)
+    assert blocks.reserve(1)
+    assert held(daemon) == GEOMETRY.slot_bytes
+
+
+def test_a_lease_is_released_from_its_tail(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    store(blocks, 1, chain(5, 4))
+    blocks.release(1, keep_blocks=1)
+    blocks.reserve(1)  # a round trip: what was told before has been done
+    assert held(daemon) == 2 * GEOMETRY.slot_bytes
+    blocks.release(1)
+    blocks.release(99)
+    blocks.reserve(1)
+    assert held(daemon) == 2 * GEOMETRY.slot_bytes
+
+
+def test_a_full_store_reserves_less_and_says_so_at_once(blocks: BlockStore) -> None:
+    capacity = 64 * 2**20 // GEOMETRY.slot_bytes
+    got = blocks.reserve(capacity + 100)
+    started_at = time.monotonic()
+    assert capacity * 0.9 < len(got) <= capacity
+    assert len(blocks.reserve(10)) < 10
+    assert time.monotonic() - started_at < 1
+    blocks.abandon(got)
+    assert len(blocks.reserve(10)) == 10
+
+
+def test_submitting_takes_under_a_millisecond(blocks: BlockStore) -> None:
+    slots = blocks.reserve(64)
+    hashes = chain(6, 64)
+    fill(blocks, slots, hashes)
+    times = []
+    for row, key in enumerate(each_hash(hashes)):
+        parent = root() if row == 0 else each_hash(hashes)[row - 1]
+        started_at = time.perf_counter()
+        blocks.commit(1, Slots(slots.units[row : row + 1], slots.generations[row : row + 1]), key, parent)
+        times.append(time.perf_counter() - started_at)
+    assert blocks.flush(5)
+    assert sorted(times)[len(times) // 2] < 0.001
+    assert len(blocks.acquire(2, hashes, 1.0)) == 64
+
+
+def test_without_a_daemon_slots_in_hand_stay_valid_and_calls_say_unavailable(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    hashes = chain(7, 3)
+    mine = store(blocks, 1, hashes)
+    private = blocks.reserve(2)
+    daemon.kill9()
+    time.sleep(0.2)
+    slot_bytes(blocks, private, 0)[:] = 7
+    assert holds(blocks, mine, hashes)
+    with pytest.raises(errors.Unavailable):
+        blocks.reserve(1)
+    started_at = time.monotonic()
+    with pytest.raises(errors.Unavailable):
+        blocks.acquire(2, hashes, 1.0)
+    assert time.monotonic() - started_at < 0.1, "it was just tried"
+    blocks.commit(1, private, chain(8, 2), root())
+    blocks.release(1)
+    assert blocks.flush(1)
+
+
+def test_after_a_restart_old_slots_are_kept_until_given_back(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    hashes = chain(9, 3)
+    mine = store(blocks, 1, hashes)
+    private = blocks.reserve(2)
+    slot_bytes(blocks, private, 1)[:] = 9
+    daemon.restart()
+    time.sleep(0.6)
+    capacity = 64 * 2**20 // GEOMETRY.slot_bytes
+    new = blocks.reserve(capacity)
+    taken = set(mine.units.tolist()) | set(private.units.tolist())
+    assert len(new) > capacity * 0.9
+    assert not taken & set(new.units.tolist())
+    for row in range(len(new)):
+        slot_bytes(blocks, new, row)[:] = 1
+    assert holds(blocks, mine, hashes)
+    assert (slot_bytes(blocks, private, 1) == 9).all()
+    assert isinstance(blocks, BlockSession)
+    failed = blocks.outcomes.get("failed", 0)
+    blocks.commit(2, private, chain(10, 2), root())
+    assert blocks.outcomes["failed"] == failed + 2, "a slot of the session that is over cannot be committed"
+    before = held(daemon)
+    blocks.release(1)
+    blocks.abandon(private)
+    deadline = time.monotonic() + 2
+    while held(daemon) != before - 5 * GEOMETRY.slot_bytes:
+        assert time.monotonic() < deadline, "the old session's slots are freed when the last is given back"
+        time.sleep(0.02)
+
+
+def test_close_gives_everything_back(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    store(blocks, 1, chain(11, 4))
+    blocks.reserve(7)
+    blocks.close()
+    blocks.close()
+    deadline = time.monotonic() + 1
+    while held(daemon):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(errors.Unavailable):
+        blocks.reserve(1)
