@@ -27,14 +27,13 @@ def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: S
     table = state.tables[tier]
     got: list[int] = table.take_free_many(slot_units, wanted, becomes).tolist()
     while len(got) < wanted:
-        slot = table.take_free(slot_units, becomes)
-        if not slot and (assign_extent(state, table, slot_units) or evict_one(state, tier, slot_units)):
-            slot = table.take_free(slot_units, becomes)
-        if not slot and take_cold_extent(state, table, slot_units):
-            slot = table.take_free(slot_units, becomes)
-        if not slot:
+        found = assign_extent(state, table, slot_units) or evict_many(state, tier, slot_units, wanted - len(got))
+        if not found and not take_cold_extent(state, table, slot_units):
             break
-        got.append(slot)
+        more = table.take_free_many(slot_units, wanted - len(got), becomes).tolist()
+        if not more:
+            break
+        got += more
     return got
 
 
@@ -54,6 +53,14 @@ def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
         return False
     evict(state, tier, slot)
     return True
+
+
+def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
+    """Evict up to `wanted` leaves of this size, coldest first; a parent that becomes a leaf takes its turn. Answers how many."""
+    evicted = 0
+    while evicted < wanted and evict_one(state, tier, slot_units):
+        evicted += 1
+    return evicted
 
 
 def choose_victim(state: State, tier: Tier, slot_units: int) -> int:
