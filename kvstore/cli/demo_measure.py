@@ -19,10 +19,10 @@ from kvstore.errors import DeadlineExceeded
 
 PROMPT_TOKENS = 4000  # of the shipped text: a long prompt, half of what the model takes
 ANSWER_TOKENS = 32  # made and compared in the first repeat; the others compare their first token's logits
-REPEATS = 3
+REPEATS = 3  # runs of each kind: the fewest of which a median leaves out one that the machine disturbed
 WARM_UP_TOKENS = 96  # of the end of the text, which no measured prompt reaches
 STORED_TIMEOUT_S = 120.0  # for the disk to have every block: 92 MB take a second
-POLL_S = 0.05
+POLL_S = 0.05  # seconds between two looks at how many blocks the disk has: it takes about one to write them
 REACH_TIMEOUT_S = 60.0  # for a worker to be attached to the new daemon
 COLD, WARM = "cold", ("same_worker", "other_worker", "after_restart")
 

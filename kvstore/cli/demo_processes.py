@@ -22,7 +22,7 @@ DRAM_BYTES = NVME_BYTES = 2**30  # 1 GiB: three prompts of 4,000 tokens take 276
 START_TIMEOUT_S = 120.0  # a daemon takes a second; memory and disk of a busy machine may take longer
 LOAD_TIMEOUT_S = 300.0  # a model loads in seconds, but is converted first where that was never done
 ANSWER_TIMEOUT_S = 600.0  # a cold prompt of 4,000 tokens takes seconds; a busy machine may take minutes
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0  # seconds for an orderly end: twice what the daemon gives its writes
 _IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file system that a power failure, and our claim, would not survive
 
 
@@ -139,7 +139,7 @@ class Worker:
 
     def __init__(self, where: Places, name: str) -> None:
         log = where.disk / f"{name.replace(' ', '-')}.log"
-        self._child = _Child(f"the {name}", ["-m", "kvstore.worker.loop", "--listen", str(where.socket)], log)
+        self._child = _Child(f"the {name}", ["-m", "kvstore.worker", "--listen", str(where.socket)], log)
 
     def __enter__(self) -> Self:
         return self

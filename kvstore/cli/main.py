@@ -14,7 +14,9 @@ EXIT_INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells expect
 
 # Each is a module beside this one, in the order that `--help` shows them.
 COMMANDS = (
+    "demo",
     "serve",
+    "generate",
     "lookup",
     "stats",
     "clear",

@@ -8,7 +8,8 @@ acquire, which waits for blocks on their way up under a deadline. A decode step 
     bundled.py     finds the model that a package carries, and converts it       digests.py     names files by what is in them
     paged.py       block tables; acquire, reserve, commit, release               attention.py   attention over a block table
     engine.py      prefill and decode of a small batch, with its timings         standalone.py  a store in this process alone
-    plain.py       the same without any store, to compare with                   loop.py        a worker process behind a pipe
+    plain.py       the same without any store, to compare with                   opening.py     the store of the daemon, or of this process
+    loop.py        a worker process behind a pipe (python -m kvstore.worker)
 """
 
 import os

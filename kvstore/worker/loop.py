@@ -1,6 +1,6 @@
 """A worker process behind a pipe: one JSON object a line in, one out, in order. Private to this program; `kvstore demo` drives it.
 
-    python -m kvstore.worker.loop [--listen SOCKET] [--model FOLDER]
+    python -m kvstore.worker [--listen SOCKET] [--model FOLDER]
 
     {"op": "encode", "text"}                                    → {"tokens"}
     {"op": "generate", "tokens", "max_tokens", "salt"}          → an answer, with the store
@@ -103,7 +103,7 @@ def _digest(logits: Tensor) -> str:
 
 def main() -> None:
     """Serve standard input until it ends. What libraries print goes to standard error."""
-    parser = argparse.ArgumentParser(prog="kvstore.worker.loop")
+    parser = argparse.ArgumentParser(prog="python -m kvstore.worker")
     parser.add_argument("--listen", default=None)
     parser.add_argument("--model", type=Path, default=None)
     args = parser.parse_args()
@@ -117,7 +117,3 @@ def main() -> None:
             print(json.dumps(loop.answer(line)), file=replies, flush=True)
     finally:
         loop.close()
-
-
-if __name__ == "__main__":
-    main()

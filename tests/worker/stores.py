@@ -1,4 +1,4 @@
-"""A standalone store that is watched, and made to fail on demand."""
+"""A store that is watched, and made to fail on demand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.core import CacheStats
 from kvstore.cache.messages import Tier
-from kvstore.clients.blocks import Slots
+from kvstore.clients.blocks import BlockStore, Slots
 from kvstore.errors import KVStoreError
 from kvstore.geometry import Geometry
 from kvstore.worker.model import LoadedModel
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 8  # tokens of a block in the tiny model's tests
 class Watched:
     """Passes everything on to `inner`, notes what was asked, and raises or shortens where told to."""
 
-    inner: StandaloneStore
+    inner: BlockStore
     acquire_error: KVStoreError | None = None
     reserve_error: KVStoreError | None = None
     reserves_until_error: int = 0
@@ -74,6 +74,7 @@ class Watched:
     # ---- sight
 
     def stats(self) -> CacheStats:
+        assert isinstance(self.inner, StandaloneStore)
         return self.inner.stats()
 
     @property
