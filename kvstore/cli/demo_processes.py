@@ -93,8 +93,10 @@ class _Child:
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
 
-    def stop(self, by_signal: bool) -> None:
-        """Ask it to end, by SIGTERM or by the end of its input; kill it where it does not."""
+    def stop(self, by_signal: bool, at_once: bool = False) -> None:
+        """Ask it to end, by SIGTERM or by the end of its input; kill it where it does not, or where there is no time to ask."""
+        if at_once:
+            self._process.kill()
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 self._process.stdin.close()
@@ -117,7 +119,7 @@ class Daemon:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._child.stop(by_signal=True)
+        self._child.stop(by_signal=True, at_once=kind is not None)
 
     def kill_and_restart(self) -> None:
         """kill -9, then a new daemon on the same folders."""
@@ -145,7 +147,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._child.stop(by_signal=False)
+        self._child.stop(by_signal=False, at_once=kind is not None)
 
     def loaded(self) -> None:
         """Wait until the model is loaded."""
