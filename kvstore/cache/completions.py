@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvstore.cache import leases
+from kvstore.cache.holders import Transfer, TransferKind
 from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.messages import ClearFinished, Corrupted, EndReason, NoticeKind, StartDelete, Tier, TransferDone, TransferResult
 from kvstore.cache.moving import remove
 from kvstore.cache.slots import SUSPECT, SlotState
-from kvstore.cache.state import State, Transfer, TransferKind
+from kvstore.cache.state import State
 
 WRITE_PAUSE_S = 1.0  # after a failed write nvme is left alone for so long, then tried again
 
@@ -44,7 +45,7 @@ def _read(state: State, transfer: Transfer, report: TransferDone) -> None:
         state.index.place(Tier.DRAM, row, slot)
         state.dram.row_at[slot] = row
         state.dram.become(slot, SlotState.LIVE)
-        state.policies[Tier.DRAM].used(slot)
+        state.policies[Tier.DRAM].inserted(slot)
         state.counters["promoted"] += 1
         state.notice(NoticeKind.STORED, Tier.DRAM, row)
         waiters, transfer.waiters = transfer.waiters, []
@@ -100,7 +101,7 @@ def _written(state: State, transfer: Transfer, report: TransferDone) -> None:
         state.index.place(Tier.NVME, row, transfer.target)
         nvme.row_at[transfer.target] = row
         nvme.become(transfer.target, SlotState.LIVE)
-        state.policies[Tier.NVME].used(transfer.target)
+        state.policies[Tier.NVME].inserted(transfer.target)
         state.counters["demoted"] += 1
         state.notice(NoticeKind.STORED, Tier.NVME, row)
         state.expose(Tier.NVME, transfer.target)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import completions, moving, reading, recovery, sessions, writing
+from kvstore.cache import claims, completions, hints, moving, reading, recovery, sessions, writing
+from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.messages import (
     Abandon,
     Acquire,
@@ -76,8 +77,9 @@ class CacheStats:
 class Cache:
     """Blocks, slots, leases and transfers of one daemon (or of one worker's own arena)."""
 
-    def __init__(self, sizes: CacheSizes) -> None:
-        self.state = State(sizes)
+    def __init__(self, sizes: CacheSizes, make_policy: PolicyMaker | None = None) -> None:
+        """`make_policy`: who is evicted, in place of `sizes.eviction`; for a simulation."""
+        self.state = State(sizes, make_policy)
         self._ticked_at: float | None = None
 
     # ---- namespaces, groups, sessions
@@ -115,10 +117,10 @@ class Cache:
         return reading.acquire(self.state, request)
 
     def claim(self, request: Claim) -> Claimed | Refused:
-        return reading.claim(self.state, request)
+        return claims.claim(self.state, request)
 
     def release(self, request: Release) -> Done | Refused:
-        return reading.release(self.state, request)
+        return claims.release(self.state, request)
 
     def reserve(self, request: Reserve) -> Reserved | Refused:
         self._next_operation()
@@ -138,13 +140,13 @@ class Cache:
     def prefetch(self, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
         """Answers (started, already in dram)."""
         self._next_operation()
-        return reading.prefetch(self.state, namespace, hashes, deadline_at)
+        return hints.prefetch(self.state, namespace, hashes, deadline_at)
 
     def pin(self, namespace: int, hashes: Hashes) -> Done:
-        return reading.pin(self.state, namespace, hashes, on=True)
+        return hints.pin(self.state, namespace, hashes, on=True)
 
     def unpin(self, namespace: int, hashes: Hashes) -> Done:
-        return reading.pin(self.state, namespace, hashes, on=False)
+        return hints.pin(self.state, namespace, hashes, on=False)
 
     def clear(self, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
         return recovery.clear(self.state, clear_id, namespaces)

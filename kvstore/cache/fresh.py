@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.cache.holders import Lease, Session
 from kvstore.cache.index import HAS_CHECKSUM, Rows
 from kvstore.cache.messages import Commit, Tier, pack_hashes
 from kvstore.cache.moving import ghost
 from kvstore.cache.slots import SlotIds, SlotState
-from kvstore.cache.state import Lease, Session, State
+from kvstore.cache.state import State
 
 
 def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Commit) -> bool:
@@ -68,7 +69,7 @@ def _link_chain(state: State, rows: Rows, above: int) -> None:
 
 
 def _tell(state: State, request: Commit, slots: SlotIds) -> None:
-    state.policies[Tier.DRAM].used_many(slots)
+    state.policies[Tier.DRAM].inserted_many(slots)
     packed = pack_hashes(request.hashes)
     state.notice_stored(request.namespace, Tier.DRAM, packed, request.parents[0].tobytes() + packed[:-32])
     state.story.tell(int(request.hashes[0, 0]), "commit", int(slots[0]), len(slots))

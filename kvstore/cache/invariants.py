@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from kvstore.cache.holders import Lease, TransferKind
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, Tier
 from kvstore.cache.slots import QUEUED, SlotState, SlotTable
-from kvstore.cache.state import Lease, State, TransferKind
+from kvstore.cache.state import State
 
 Rule = Callable[[State], Iterator[str]]
 

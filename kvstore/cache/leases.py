@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache.holders import HOLE, Lease, Session, Transfer
 from kvstore.cache.messages import UNIT_BYTES, EndReason, Granted
 from kvstore.cache.slots import SlotIds, SlotState
-from kvstore.cache.state import HOLE, Lease, Session, State, Transfer
+from kvstore.cache.state import State
 
 
 def holder(state: State, lease: Lease) -> Session | None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.cache import leases
+from kvstore.cache.holders import TransferKind
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, AssignExtent, EndReason, NoticeKind, StartWrite, Tier
 from kvstore.cache.slots import DIRTY, SlotIds, SlotState, SlotTable
-from kvstore.cache.state import State, TransferKind
+from kvstore.cache.state import State
 
 CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
 STAGING_SLOTS = 64  # nvme slots kept free ahead of writes, per size; at most a 16th of the size's slots
@@ -99,6 +100,7 @@ def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
     table, index = state.tables[tier], state.index
     state.notice(NoticeKind.REMOVED, tier, row)
     parent = index.parent_at[row]
+    state.policies[tier].left(slot)
     index.displace(tier, row)
     table.row_at[slot] = 0
     table.flags_at[slot] &= ~DIRTY

@@ -8,13 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache import leases
-from kvstore.cache.index import PINNED, Rows
+from kvstore.cache.holders import HOLE, Lease, Session, Transfer, TransferKind
+from kvstore.cache.index import Rows
 from kvstore.cache.messages import (
     Acquire,
     Acquired,
-    Claim,
-    Claimed,
-    Done,
     EndReason,
     Hashes,
     Keep,
@@ -22,14 +20,13 @@ from kvstore.cache.messages import (
     Looked,
     Priority,
     Refused,
-    Release,
     StartRead,
     Tier,
 )
 from kvstore.cache.moving import is_in_flight, make_room
 from kvstore.cache.sessions import group_of, open_session
 from kvstore.cache.slots import SlotState
-from kvstore.cache.state import HOLE, Lease, Session, State, Transfer, TransferKind
+from kvstore.cache.state import State
 
 NOT_NEEDED = 255  # a tier code: this member keeps only a window, and the block lies before it
 
@@ -288,85 +285,3 @@ def expire(state: State) -> None:
             leases.cut(state, lease, first, EndReason.DEADLINE)
         lease.reason = EndReason.DEADLINE
         state.counters["acquire_deadlines"] += 1
-
-
-# ---- claim, release, prefetch, pin
-
-
-def claim(state: State, request: Claim) -> Claimed | Refused:
-    """One member's slots of a lease that the group holds; this session now holds them too."""
-    session = open_session(state, request.session)
-    if isinstance(session, Refused):
-        return session
-    group = group_of(state, session, request.group)
-    lease = group.leases.get(request.lease) if group else None
-    if group is None or lease is None:
-        return Refused("NOT_FOUND", f"no lease {request.lease} in group {request.group!r}; it was released, or JoinGroup is missing")
-    if request.namespace not in lease.namespaces:
-        return Refused("INVALID_ARGUMENT", f"namespace {request.namespace} is no member of group {request.group!r}")
-    if not lease.ended:
-        return Refused("FAILED_PRECONDITION", f"lease {request.lease} is still being granted; claim it after its last grant")
-    own = lease
-    if lease.session != session.id:
-        if request.lease in session.leases:
-            return Refused("ALREADY_EXISTS", f"lease {request.lease} is already claimed")
-        member = lease.namespaces.index(request.namespace)
-        own = Lease(lease.id, session.id, "", (request.namespace,), [array("i", lease.slots[member])], [lease.generations[member][:]])
-        own.granted = len(own)
-        session.leases[own.id] = own
-        for slot in own.slots[0]:
-            if slot > 0:
-                state.hold_for(session, slot)
-    slots = np.array(own.slots[own.namespaces.index(request.namespace)], np.int32)
-    generations = np.array(own.generations[own.namespaces.index(request.namespace)], np.uint32)
-    return Claimed(lease.id, np.where(slots > 0, state.dram.units[np.maximum(slots, 0)], 0).astype(np.uint32), generations)
-
-
-def release(state: State, request: Release) -> Done | Refused:
-    """End a lease of this session, or else its group's, whole or from its tail."""
-    session = open_session(state, request.session)
-    if isinstance(session, Refused):
-        return session
-    lease = session.leases.get(request.lease)
-    groups = [group for group in state.groups.values() if session.id in group.sessions and request.lease in group.leases]
-    if lease is None and groups:
-        lease = groups[0].leases[request.lease]
-    if lease is None:
-        return Done(0)
-    before = len(lease)
-    if request.keep_blocks:
-        leases.cut(state, lease, request.keep_blocks, EndReason.RELEASED)
-        return Done(before - len(lease))
-    leases.drop(state, lease)
-    return Done(before)
-
-
-def prefetch(state: State, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
-    """Start to bring leading blocks up without a lease. Answers (started, in dram already)."""
-    started = present = 0
-    for row in state.index.find(namespace, hashes).tolist():
-        if state.index.slot_at[Tier.DRAM][row] or row in state.reading:
-            present += 1
-            use(state, row)
-        elif row and Tier.NVME in state.tables and state.index.slot_at[Tier.NVME][row]:
-            got = make_room(state, Tier.DRAM, state.spec(namespace).slot_units, 1, SlotState.FILLING)
-            if not got:
-                break
-            start_read(state, row, got[0], Priority.PREFETCH, deadline_at)
-            started += 1
-        else:
-            break
-    return started, present
-
-
-def pin(state: State, namespace: int, hashes: Hashes, on: bool) -> Done:
-    """Have blocks evicted only after all that are not pinned (or as usual again). Answers how many changed."""
-    changed = 0
-    for row in state.index.find(namespace, hashes).tolist():
-        if row and state.index.stored(row) and bool(state.index.flags_at[row] & PINNED) != on:
-            state.index.flags_at[row] ^= PINNED
-            changed += 1
-            for tier in state.index.tiers:
-                if slot := state.index.slot_at[tier][row]:
-                    state.expose(tier, slot)
-    return Done(changed)

@@ -49,7 +49,7 @@ def recover(state: State, found: Recovered) -> int:
         index.link_all(rows, above)
         np.add.at(index.children[Tier.NVME], above, 1)
     for piece in np.array_split(slots, AGES):  # they came oldest first
-        state.policies[Tier.NVME].used_many(piece)
+        state.policies[Tier.NVME].inserted_many(piece)
         state.policies[Tier.NVME].advance()
     _quarantine(nvme, found.quarantined_units, found.extent_slot_units)
     _delete_the_rest(state, found, kept)

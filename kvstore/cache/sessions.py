@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.cache import leases
+from kvstore.cache.holders import Group, Session
 from kvstore.cache.index import IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, Attach, Done, EndReason, NamespaceSpec, Refused, SessionEnded
 from kvstore.cache.slots import SlotState
-from kvstore.cache.state import Group, Session, State
+from kvstore.cache.state import State
 
 LOOP_LAG_S = 1.0  # ticks further apart than this mean that the daemon itself stood still; that silence is not the clients'
 

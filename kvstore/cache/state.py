@@ -5,35 +5,31 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
+from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.eviction.candidates import Candidates
-from kvstore.cache.eviction.lru import Lru
+from kvstore.cache.eviction.choice import POLICIES
+from kvstore.cache.holders import Group, Lease, Session, Transfer, TransferKind
 from kvstore.cache.index import Index
 from kvstore.cache.messages import (
     UNIT_BYTES,
     Decision,
-    EndReason,
-    Hashes,
     Keep,
     Mark,
     NamespaceSpec,
     Notice,
     NoticeKind,
-    Priority,
     StartDelete,
     Tier,
 )
-from kvstore.cache.slots import DIRTY, QUEUED, SlotIds, SlotState, SlotTable
+from kvstore.cache.slots import SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
-
-HOLE = -1  # not a count: in a lease, a position for which this member has, or needs, no slot
+from kvstore.cache.writequeue import WriteQueue
 
 MIN_INDEX_BLOCKS = 65_536  # rows: some 7 MB when all are used
 INDEX_BYTES_PER_BLOCK = 32_768  # of the tiers, when the index is sized by itself: small models in blocks of 16 still fit
@@ -49,6 +45,7 @@ class CacheSizes:
     nvme_extent_bytes: int = 0
     index_blocks: int = 0
     nvme_write: str = "through"  # through, on_evict, off
+    eviction: str = "lru"  # a name in eviction.choice
     seed: int = 0x5DEECE66D  # secret in a daemon, fixed in a test
     silence_s: float = 30.0
     max_sessions: int = 256
@@ -60,121 +57,8 @@ def extent_bytes_for(capacity_bytes: int) -> int:
     return min(1 << 30, max(step, capacity_bytes // 32 // step * step))
 
 
-@dataclass
-class Lease:
-    """The right to read a run of blocks. `slots[m][i]` is member m's slot at position i; 0 while on its way, HOLE where none is needed."""
-
-    id: int
-    session: int
-    group: str
-    namespaces: tuple[int, ...]
-    slots: list[array[int]]
-    generations: list[array[int]]
-    whole: bool = False  # a member keeps a window: nothing is granted before the length is settled
-    granted: int = 0  # leading positions that the client knows of
-    pending: int = 0  # loads that have not ended
-    cut_at: int = 1 << 30  # a whole lease: the first position whose load failed
-    deadline_at: float = 0.0
-    reason: EndReason = EndReason.COMPLETE  # why there will be no more
-    ended: bool = True  # no more grants will come
-    closed: bool = False  # released
-    hashes: Hashes | None = None  # a whole lease: what was asked, until it has ended
-
-    def __len__(self) -> int:
-        """Positions granted, or still expected to be."""
-        return len(self.slots[0])
-
-
-@dataclass
-class Session:
-    id: int
-    tenant: str
-    guarantee_bytes: int
-    limit_bytes: int
-    counts: np.ndarray[tuple[int], np.dtype[np.uint16]]  # holds of this session on each dram slot
-    heard_at: float
-    held_bytes: int = 0
-    leases: dict[int, Lease] = field(default_factory=dict)
-    reserved: dict[int, int] = field(default_factory=dict)  # slot -> reservation
-    ended: bool = False
-
-
-@dataclass
-class Group:
-    name: str
-    tenant: str
-    namespaces: tuple[int, ...]
-    sessions: set[int] = field(default_factory=set)
-    leases: dict[int, Lease] = field(default_factory=dict)
-
-
-class TransferKind(StrEnum):
-    READ = "read"  # nvme to dram
-    WRITE = "write"  # dram to nvme
-    DELETE = "delete"  # records on nvme
-
-
-@dataclass
-class Transfer:
-    """One copy of one block between two tiers, or the deletion of records. `row` becomes 0 when the block is removed meanwhile."""
-
-    id: int
-    kind: TransferKind
-    row: int
-    source: int = 0
-    target: int = 0
-    priority: Priority = Priority.WRITE
-    waiters: list[tuple[Lease, int, int]] = field(default_factory=list)  # (lease, member, position)
-    deleting: tuple[int, ...] = ()
-    quarantine: bool = False
-
-
-class WriteQueue:
-    """Dram slots whose blocks are to be written to nvme, oldest first: a ring with a place for each slot, so it never overflows."""
-
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
-        self._ring = np.zeros(table.max_slots + 1, np.int32)
-        self._first = self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, slot: int) -> None:
-        """Mark a slot dirty. One that is queued already (perhaps for an earlier block) is not queued twice."""
-        flags = self._table.flags_at
-        if not flags[slot] & QUEUED:
-            self._ring[(self._first + self._count) % len(self._ring)] = slot
-            self._count += 1
-        flags[slot] |= DIRTY | QUEUED
-
-    def add_many(self, slots: SlotIds) -> None:
-        """`add` for distinct slots."""
-        flags = self._table.flags
-        fresh = slots[(flags[slots] & QUEUED) == 0]
-        self._ring[(self._first + self._count + np.arange(len(fresh))) % len(self._ring)] = fresh
-        self._count += len(fresh)
-        flags[slots] |= DIRTY | QUEUED
-
-    def peek(self) -> int:
-        """The oldest slot that is still dirty; 0 when there is none."""
-        flags = self._table.flags_at
-        while self._count:
-            slot = int(self._ring[self._first])
-            if flags[slot] & DIRTY:
-                return slot
-            self.pop()
-        return 0
-
-    def pop(self) -> None:
-        """Drop the oldest; its block is clean, or gone."""
-        self._table.flags_at[int(self._ring[self._first])] &= ~(DIRTY | QUEUED)
-        self._first = (self._first + 1) % len(self._ring)
-        self._count -= 1
-
-
 class State:
-    def __init__(self, sizes: CacheSizes) -> None:
+    def __init__(self, sizes: CacheSizes, make_policy: PolicyMaker | None = None) -> None:
         self.sizes = sizes
         capacities = {Tier.DRAM: sizes.dram_bytes}
         extents = {Tier.DRAM: sizes.dram_extent_bytes, Tier.NVME: sizes.nvme_extent_bytes}
@@ -190,7 +74,8 @@ class State:
             self.tables[tier] = SlotTable(tier, capacity // UNIT_BYTES, extent // UNIT_BYTES, slots)
         self.dram = self.tables[Tier.DRAM]
         self.nvme = self.tables.get(Tier.NVME)
-        self.policies = {tier: Lru(table.max_slots) for tier, table in self.tables.items()}
+        make = make_policy or POLICIES[sizes.eviction]
+        self.policies = {tier: make(self.index, table) for tier, table in self.tables.items()}
         self._candidates: dict[tuple[Tier, int], Candidates] = {}
         self.namespaces: list[NamespaceSpec | None] = [None]  # by id; 0 is none
         self.namespace_ids: dict[bytes, int] = {}

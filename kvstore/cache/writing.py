@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.cache import leases
 from kvstore.cache.fresh import commit_fresh_chain
+from kvstore.cache.holders import HOLE, Lease, Session
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import (
     Abandon,
@@ -26,7 +27,7 @@ from kvstore.cache.moving import ghost, make_room, needs_row
 from kvstore.cache.reading import members_of, use
 from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
-from kvstore.cache.state import HOLE, Lease, Session, State
+from kvstore.cache.state import State
 
 
 def reserve(state: State, request: Reserve) -> Reserved | Refused:
@@ -197,7 +198,7 @@ def _store(state: State, session: Session, lease: Lease, slot: int, row: int, pa
     dram.become(slot, SlotState.LIVE)
     del session.reserved[slot]  # its count in the session now stands for the lease
     leases.append(state, lease, slot)
-    state.policies[Tier.DRAM].used(slot)
+    state.policies[Tier.DRAM].inserted(slot)
     state.notice(NoticeKind.STORED, Tier.DRAM, row)
     state.story.tell(index.word(row), "commit", slot, session.id)
     state.counters["committed"] += 1

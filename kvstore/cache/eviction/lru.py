@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.eviction.base import FIRST_IN_LINE
+from kvstore.cache.eviction.base import FIRST_IN_LINE, Policy
+from kvstore.cache.index import Index
+from kvstore.cache.slots import SlotTable
 
 
-class Lru:
+class Lru(Policy):
     """One stamp a slot. All blocks of one operation share a stamp: among them the leaf rule alone decides."""
 
-    def __init__(self, max_slots: int) -> None:
-        self._stamp = np.zeros(max_slots + 1, np.int64)
+    def __init__(self, index: Index, table: SlotTable) -> None:
+        self._stamp = np.zeros(table.max_slots + 1, np.int64)
         self._stamp_at = self._stamp.data
         self._now = FIRST_IN_LINE + 1
 
@@ -21,6 +23,8 @@ class Lru:
 
     def used_many(self, slots: NDArray[np.int32]) -> None:
         self._stamp[slots] = self._now
+
+    inserted, inserted_many = used, used_many
 
     def first_in_line(self, slot: int) -> None:
         self._stamp_at[slot] = FIRST_IN_LINE
