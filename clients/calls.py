@@ -12,7 +12,9 @@ CLEAR_TIMEOUT_S = 60.0  # Clear waits until the disk has forgotten too
 
 
 def lookup(namespace: Namespace, hashes: bytes) -> Steps[LookupResult]:
-    """How many leading blocks are here."""
+    """How many leading blocks are here. Of a prompt shorter than a block none can be, and nothing is asked."""
+    if not hashes:
+        return LookupResult(0, ())
 
     def make(namespace_id: int, epoch: str) -> Command:
         return Call("Lookup", pb.LookupRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
@@ -24,6 +26,8 @@ def lookup(namespace: Namespace, hashes: bytes) -> Steps[LookupResult]:
 
 def pin(namespace: Namespace, hashes: bytes, method: str) -> Steps[int]:
     """Pin or Unpin; how many blocks changed."""
+    if not hashes:
+        return 0
 
     def make(namespace_id: int, epoch: str) -> Command:
         return Call(method, pb.PinRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
@@ -34,6 +38,8 @@ def pin(namespace: Namespace, hashes: bytes, method: str) -> Steps[int]:
 
 def prefetch(namespace: Namespace, hashes: bytes) -> Steps[tuple[int, int]]:
     """Start bringing blocks into memory; (started, already there)."""
+    if not hashes:
+        return 0, 0
 
     def make(namespace_id: int, epoch: str) -> Command:
         return Call("Prefetch", pb.PrefetchRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))

@@ -27,7 +27,9 @@ from kvstore.proto import kvstore_pb2 as pb
 
 
 def get(namespace: Namespace, hashes: bytes, timeout_s: float) -> Steps[Lease]:
-    """Lease the leading blocks in place, or bring copies where the arena cannot be mapped."""
+    """Lease the leading blocks in place, or bring copies where the arena cannot be mapped. A prompt shorter than a block has none."""
+    if not hashes:
+        return Lease([])
 
     def attempt() -> Steps[Lease]:
         attached: Attached | None = yield Attach()

@@ -20,7 +20,9 @@ PIECE_BYTES = 2**20  # 1 MiB: a quarter of the largest message
 
 
 def put(namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put]:
-    """Slots for the blocks of one chain that are not stored yet."""
+    """Slots for the blocks of one chain that are not stored yet. A prompt shorter than a block has none."""
+    if not hashes:
+        return Put(b"", b"", np.zeros(0, np.uint8), [])
     parents = requests.chain_parents(hashes, parent)
 
     def attempt() -> Steps[Put]:
