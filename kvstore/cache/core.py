@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import claims, completions, hints, moving, reading, recovery, sessions, writing
+from kvstore.cache import claims, completions, hints, invariants, moving, reading, recovery, sessions, writing
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.messages import (
     Abandon,
@@ -42,6 +42,7 @@ from kvstore.cache.recovery import Cleared
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import CacheSizes, State
 
+CHECKED_BLOCKS = 4096  # blocks: a rule over so many takes some 10 ms
 SNAPSHOT_BLOCKS = 4096  # blocks a piece: 256 KiB of hashes and parents
 
 
@@ -81,6 +82,7 @@ class Cache:
         """`make_policy`: who is evicted, in place of `sizes.eviction`; for a simulation."""
         self.state = State(sizes, make_policy)
         self._ticked_at: float | None = None
+        self._checked = 0
 
     # ---- namespaces, groups, sessions
 
@@ -214,6 +216,18 @@ class Cache:
         return CacheStats(
             tiers, figures, state.index.capacity, state.index.used, len(state.to_write), len(state.transfers), dict(state.counters)
         )
+
+    def check(self) -> list[str]:
+        """One of the rules, the next at each call, by brute force: for idle moments. Counts and returns what is broken.
+
+        Nothing where the cache is too large for the event loop to wait: the property test and the simulation do the rest.
+        """
+        if self.state.index.used > CHECKED_BLOCKS:
+            return []
+        self._checked = (self._checked + 1) % len(invariants.RULES)
+        broken = invariants.check(self.state, invariants.RULES[self._checked])
+        self.state.counters["rules_broken"] += len(broken)
+        return broken
 
     def _at(self, now: float) -> None:
         self.state.now = max(self.state.now, now)

@@ -236,6 +236,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def check(state: State, rule: Rule) -> list[str]:
+    """What breaks one rule, as `rule-name: what`."""
+    return [f"{rule.__name__.replace('_', '-')}: {what}" for what in rule(state)]
+
+
 def violations(state: State) -> list[str]:
-    """Every broken rule, as `rule-name: what`."""
-    return [f"{rule.__name__.replace('_', '-')}: {what}" for rule in RULES for what in rule(state)]
+    """What breaks any rule."""
+    return [what for rule in RULES for what in check(state, rule)]

@@ -34,6 +34,8 @@ from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.transfers import Transfers
 from kvstore.tiers.dram import DramTier
 
+IDLE_S = 1.0  # seconds without a decision, after which the cache checks itself
+
 log = logging.getLogger(__name__)
 
 
@@ -62,6 +64,7 @@ class Hub:
         self._grantees: dict[int, Grantee] = {}
         self._clears: dict[int, asyncio.Future[None]] = {}
         self._last_clear = 0
+        self._active_at = self.now
 
     @property
     def now(self) -> float:
@@ -72,7 +75,10 @@ class Hub:
 
     def settle(self, before_grants: Callable[[], None] | None = None) -> None:
         """Carry out all decisions. `before_grants` runs after slots are marked and before any grant goes out."""
-        self._carry_out(self.cache.drain(), before_grants)
+        decisions = self.cache.drain()
+        if decisions:
+            self._active_at = self.now
+        self._carry_out(decisions, before_grants)
         if self.transfers is not None:
             self.transfers.kick()
 
@@ -164,6 +170,9 @@ class Hub:
             self.sessions.forget(session)
         for units in self.sessions.survivors_gone():
             self.cache.survivors_gone(units)
+        if self.now - self._active_at > IDLE_S:
+            for broken in self.cache.check():
+                log.error("a rule of the cache is broken; please report this line and what went before: %s", broken)
 
     # ---- calls that decide nothing
 
