@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import errors
 from kvstore.cache.core import Cache
@@ -152,7 +153,7 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
     )
 
 
-def _recovered(loaded: LoadedRecords, ids: np.ndarray[tuple[int], np.dtype[np.int32]], nvme: NvmeTier) -> Recovered:
+def _recovered(loaded: LoadedRecords, ids: NDArray[np.int32], nvme: NvmeTier) -> Recovered:
     """What the cache is told. Newest blocks come last, so that they are the most recent."""
     return Recovered(
         namespaces=ids[loaded.namespaces],

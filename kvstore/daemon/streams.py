@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -111,6 +110,7 @@ class SessionStream:
         self._counts = counts
         self._out = Outbound(hub.epoch)
         self._session: Attached | None = None
+        self._error: errors.KVStoreError | None = None
 
     async def serve(self, incoming: AsyncIterator[pb.ClientMessage], send: Send) -> None:
         """Until either side ends. However it ends, the session does too."""
@@ -118,15 +118,20 @@ class SessionStream:
         writer = asyncio.create_task(self._out.drain_into(send))
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            self._end()
             self._out.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(writer), FAREWELL_S)
+            done, _ = await asyncio.wait({writer}, timeout=FAREWELL_S)
+            if not done and self._error is not None:
+                raise self._error  # the client does not read: the call's status tells it why
         finally:
             reader.cancel()
             writer.cancel()
-            if self._session is not None and not self._session.ended:
-                self._hub.end_session(self._session.id, "its stream ended without Detach")
+            self._end()
             await asyncio.gather(reader, writer, return_exceptions=True)
+
+    def _end(self) -> None:
+        if self._session is not None and not self._session.ended:
+            self._hub.end_session(self._session.id, "its stream ended without Detach")
 
     # ---- as the session's grantee
 
@@ -137,8 +142,7 @@ class SessionStream:
 
     def ended(self, reason: str) -> None:
         """Say so, and close."""
-        error = errors.SessionEnded(reason)
-        self._out.close(pb.ServerMessage(ended=pb.Ended(code=error.code, text=errors.to_text(error))))
+        self._fail(errors.SessionEnded(reason))
 
     def shut_down(self) -> None:
         """The daemon stops."""
@@ -262,5 +266,6 @@ class SessionStream:
             self._fail(errors.DeadlineExceeded(f"no Hello and Locked within {LOCK_TIMEOUT_S:g} s; attach again"))
 
     def _fail(self, error: errors.KVStoreError) -> None:
-        """End the session for this reason."""
+        """Close the stream for this reason, which is the first one."""
+        self._error = self._error or error
         self._out.close(pb.ServerMessage(ended=pb.Ended(code=error.code, text=errors.to_text(error))))

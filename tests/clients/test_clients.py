@@ -236,7 +236,17 @@ def test_another_geometry_or_shard_is_another_namespace(client: Client, namespac
         assert client.lookup(other, hashes).blocks == 0
 
 
-@pytest.mark.parametrize("hashes", [b"", bytes(31), bytes(33)])
+@pytest.mark.parametrize("tokens", [[], [1], list(range(BLOCK_TOKENS))])
+def test_a_prompt_without_a_usable_block_finds_nothing(client: Client, namespace: Namespace, tokens: list[int]) -> None:
+    assert client.lookup(namespace, tokens=tokens).blocks == 0
+    with client.get(namespace, tokens=tokens) as lease:
+        assert lease.blocks == 0
+    with client.put(namespace, b"") as put:
+        assert put.blocks == []
+    assert put.stored == 0
+
+
+@pytest.mark.parametrize("hashes", [bytes(31), bytes(33)])
 def test_malformed_hashes_are_the_callers_error(client: Client, namespace: Namespace, hashes: bytes) -> None:
     with pytest.raises(errors.InvalidArgument):
         client.lookup(namespace, hashes)
