@@ -120,8 +120,9 @@ class PagedSequence:
         self._size = cache.layout.tokens
         self._own: list[Place] = []
         self._ahead: deque[Place] = deque()
-        self._reserving: Future[list[Place]] | None = None
         self._closed = False
+        # Beside the acquire, so that a prompt whose rest is short waits for one round trip and not for two.
+        self._reserving: Future[list[Place]] | None = cache.background.submit(cache.reserve, AHEAD_BLOCKS)
         began_at = time.perf_counter()
         self._hashes = bytearray(block_hashes(root, self.tokens, self._size))
         self.hash_s = time.perf_counter() - began_at

@@ -18,6 +18,8 @@ from torch import Tensor
 from kvstore.errors import GeometryError
 from kvstore.geometry import UNIT_BYTES, Geometry
 
+FEW_BLOCKS = 4  # fewer whole blocks are written one by one: an indexed write wakes torch's threads, which costs more
+
 
 class RowLayout:
     """Where the keys and values of one layer lie, counted in rows. Raises GeometryError for layouts other than kv1 with heads."""
@@ -130,7 +132,7 @@ class BlockTable:
             block, inside = divmod(position + done, size)
             whole = 0 if inside else (total - done) // size
             _, arena, units = next(self.between(block, block + max(whole, 1)))
-            if whole:
+            if whole >= FEW_BLOCKS:
                 count = len(units) * size
                 arena.write_whole(units, layer, keys[:, done : done + count], values[:, done : done + count])
             else:
