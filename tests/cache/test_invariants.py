@@ -82,7 +82,8 @@ def stranger_admitted(state: State) -> None:
 
 
 def candidate_forgotten(state: State) -> None:
-    state.candidates(Tier.DRAM, 1)._heap.clear()
+    for line in state.candidates(Tier.DRAM, 1)._lines:
+        line.heap.clear()
 
 
 def block_count_wrong(state: State) -> None:

@@ -38,6 +38,7 @@ class Policy(Protocol):
 
     def left(self, slot: int) -> None:
         """The block is about to leave this slot; the slot still names its row."""
+        return
 
     def first_in_line(self, slot: int) -> None:
         """This block is worth nothing now."""

@@ -80,7 +80,8 @@ class Candidates:
         return ranks <= np.array([line.horizon for line in self._lines])[self._line_of(ranks)]
 
     def _line_of(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.minimum(ranks >> LINE_BITS, self._last)
+        lines: NDArray[np.int64] = np.minimum(ranks >> LINE_BITS, self._last)
+        return lines
 
     def expose(self, slot: int) -> None:
         """The slot has become evictable, or its rank fell."""
