@@ -1,6 +1,6 @@
-"""The common commit, for many blocks at once: one chain, all of it new, into anonymous slots. Everything else goes block by block.
+"""The common cases of reserve and commit, for many blocks at once: keys that are new, and one chain of new blocks.
 
-It does in some dozen array operations what `writing` does for each block; the property test drives both.
+They do in some dozen array operations what `writing` does block by block, which takes everything else. The property test drives both.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.cache.holders import Lease, Session
-from kvstore.cache.index import HAS_CHECKSUM, Rows
-from kvstore.cache.messages import Commit, Tier, pack_hashes
-from kvstore.cache.moving import ghost
+from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT, Rows
+from kvstore.cache.leases import may_hold
+from kvstore.cache.messages import BlockOutcome, Commit, Hashes, Reserve, Reserved, Tier, pack_hashes
+from kvstore.cache.moving import ghost, make_room
+from kvstore.cache.reading import use_many
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
 
@@ -21,8 +23,14 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     if not _is_common(state, session, request, slots):
         return False
     index, dram = state.index, state.dram
+    rows = index.find(request.namespace, request.hashes)
     above = ghost(state, request.namespace, request.parents[0].tobytes())
-    rows = index.add(request.namespace, request.hashes)
+    if rows.any():  # reserved by name
+        index.flags[rows] &= ~np.uint8(IN_FLIGHT | HAS_CHECKSUM)
+        for row in rows.tolist():
+            del state.writers[row]
+    else:
+        rows = index.add(request.namespace, request.hashes)
     _link_chain(state, rows, above)
     index.slot[Tier.DRAM][rows] = slots
     index.children[Tier.DRAM][rows[:-1]] += 1
@@ -43,20 +51,65 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
 
 
 def _is_common(state: State, session: Session, request: Commit, slots: SlotIds) -> bool:
-    """One chain of distinct new blocks, into distinct anonymous slots of this session, with rows to spare."""
-    count = len(slots)
+    """One chain of distinct new blocks, into distinct slots of this session, all anonymous or all reserved for just these keys."""
+    count, hashes, parents = len(slots), request.hashes, request.parents
     return (
         count > 0
-        and len(request.parents) == 1
+        and (len(parents) == 1 or bool((parents[1:] == hashes[:-1]).all()))
         and state.index.room > count
         and all(slot in session.reserved for slot in slots.tolist())
-        and not state.dram.row[slots].any()
         and bool((state.dram.generation[slots] == request.generations).all())
         and len(np.unique(slots)) == count
-        and len(np.unique(request.hashes, axis=0)) == count
-        and not (request.hashes == request.parents[0]).all(axis=1).any()
-        and not state.index.find(request.namespace, request.hashes).any()
+        and distinct(hashes)
+        and not (hashes == parents[0]).all(axis=1).any()
+        and _are_new(state, state.index.find(request.namespace, hashes), state.dram.row[slots])
     )
+
+
+def _are_new(state: State, rows: Rows, reserved_for: Rows) -> bool:
+    if not rows.any():
+        return not reserved_for.any()
+    untouched = (state.index.parent[rows] == 0) & (state.index.first_child[rows] == 0) & ((state.index.flags[rows] & IN_FLIGHT) > 0)
+    return bool((rows == reserved_for).all() and untouched.all())
+
+
+def distinct(hashes: Hashes) -> bool:
+    """Whether no hash is named twice."""
+    packed = np.ascontiguousarray(hashes).view(np.dtype((np.void, 32))).ravel()
+    return len(np.unique(packed)) == len(packed)
+
+
+def reserve_new_keys(state: State, session: Session, request: Reserve, hashes: Hashes) -> Reserved | None:
+    """Slots for keys each of which is stored, or altogether new; None, with nothing done, where it is not that simple."""
+    index, slot_units = state.index, state.spec(request.namespace).slot_units
+    rows = index.find(request.namespace, hashes)
+    stored = np.zeros(len(rows), bool)
+    for tier in index.tiers:
+        stored |= index.slot[tier][rows] > 0
+    new = np.flatnonzero(rows == 0)
+    simple = len(new) + np.count_nonzero(stored) == len(rows) and index.room > len(new) and distinct(hashes)
+    if not simple or not may_hold(state, session, [], slot_units * len(new)):
+        return None
+    use_many(state, rows[stored])
+    slots = np.array(make_room(state, Tier.DRAM, slot_units, len(new), SlotState.RESERVED), np.int32)
+    outcomes = np.where(stored, BlockOutcome.EXISTS, BlockOutcome.NO_ROOM).astype(np.uint8)
+    got = new[: len(slots)]
+    outcomes[got] = BlockOutcome.SLOT
+    if len(got) < len(new):  # the batch ends at the first failure
+        outcomes[new[len(got)] + 1 :] = BlockOutcome.NONE
+        state.counters["no_room"] += 1
+    _reserve_rows(state, session, request, index.add(request.namespace, hashes[got]), slots)
+    units, generations = np.zeros(len(rows), np.uint32), np.zeros(len(rows), np.uint32)
+    units[got], generations[got] = state.dram.units[slots], state.dram.generation[slots]
+    return Reserved(request.reservation, outcomes, units, generations)
+
+
+def _reserve_rows(state: State, session: Session, request: Reserve, rows: Rows, slots: SlotIds) -> None:
+    state.index.flags[rows] |= IN_FLIGHT
+    state.dram.row[slots] = rows
+    state.writers.update(zip(rows.tolist(), slots.tolist(), strict=True))
+    session.reserved.update(dict.fromkeys(slots.tolist(), request.reservation))
+    state.count_many(session, slots, 1)
 
 
 def _link_chain(state: State, rows: Rows, above: int) -> None:

@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from kvstore.cache import leases
-from kvstore.cache.fresh import commit_fresh_chain
+from kvstore.cache.fresh import commit_fresh_chain, reserve_new_keys
 from kvstore.cache.holders import HOLE, Lease, Session
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import (
@@ -40,7 +40,8 @@ def reserve(state: State, request: Reserve) -> Reserved | Refused:
         return members
     if request.hashes is None:
         return _reserve_anonymous(state, session, request)
-    return _reserve_named(state, session, request, request.hashes)
+    at_once = reserve_new_keys(state, session, request, request.hashes)
+    return at_once or _reserve_named(state, session, request, request.hashes)
 
 
 def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Reserved:
