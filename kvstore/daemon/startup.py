@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import hashlib
 import logging
 import os
@@ -144,6 +146,7 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
         except errors.KVStoreError as error:
             log.error("nvme: namespace %s is left out, its blocks are freed: %s", stored.digest.hex()[:12], error)
     count = hub.cache.recover(_recovered(loaded, ids, nvme))
+    _give_memory_back()
     torn, misplaced = len(loaded.torn_units), len(loaded.misplaced_units)
     log.info(
         "nvme: %d blocks recovered in %.2f s",
@@ -151,6 +154,12 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
         time.monotonic() - started_at,
         extra={"clean_stop": not nvme.suspect, "torn": torn, "misplaced": misplaced, "quarantined": len(loaded.quarantined_units)},
     )
+
+
+def _give_memory_back() -> None:
+    """Recovery needs several times what it leaves; the C library keeps that for itself unless it is asked."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _recovered(loaded: LoadedRecords, ids: NDArray[np.int32], nvme: NvmeTier) -> Recovered:

@@ -57,7 +57,7 @@ class OnLoop:
         value = self._run(_enter(manager))
         try:
             yield value
-        except BaseException as error:
+        except BaseException as error:  # the body may raise anything, and the manager decides
             if not self._run(_exit(manager, error)):
                 raise
         else:
