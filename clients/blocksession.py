@@ -108,23 +108,11 @@ class BlockSession:
 
     def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
         """Publish filled slots as consecutive blocks of one chain; see BlockStore."""
-        link, attached, namespace_id = self._live
-        with self._idle:
-            owned = [self._reserved.get(int(units), (None, 0))[0] is attached for units in slots.units]
-            count = owned.index(False) if False in owned else len(owned)
-            self._outcomes["failed"] += len(slots) - count  # of a session that is over: they stay private
-            if count == 0:
-                return
-            self._remember(lease, attached)
-            self._pending += 1
-        slots = Slots(slots.units[:count], slots.generations[:count])
-        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent)
-        try:
-            link.submit([op])[0].add_done_callback(partial(self._committed, slots))
-        except errors.KVStoreError as error:
-            failed: Future[Answer] = Future()
-            failed.set_result(Failed(error))
-            self._committed(slots, failed)
+        for start in range(0, len(slots), requests.MAX_BLOCKS_PER_CALL):
+            end = start + requests.MAX_BLOCKS_PER_CALL
+            before = hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else parent
+            part = Slots(slots.units[start:end], slots.generations[start:end])
+            self._commit(lease, part, hashes[start * HASH_BYTES : end * HASH_BYTES], before)
 
     def abandon(self, slots: Slots) -> None:
         """Give reserved slots back; see BlockStore."""
@@ -133,7 +121,7 @@ class BlockSession:
             for row, units in enumerate(slots.units):
                 if owner := self._reserved.pop(int(units), None):
                     groups.setdefault(owner, []).append(row)
-        for (attached, reservation), rows in groups.items():
+        for (attached, reservation), rows in groups.items():  # of one reservation, so never more than a call takes
             self._tell(attached, [requests.abandon(reservation, (slots.units[rows], slots.generations[rows]))])
             attached.drop(len(rows))
 
@@ -167,6 +155,25 @@ class BlockSession:
             self._channel.close()
 
     # ----
+
+    def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+        link, attached, namespace_id = self._live
+        with self._idle:
+            owned = [self._reserved.get(int(units), (None, 0))[0] is attached for units in slots.units]
+            count = owned.index(False) if False in owned else len(owned)
+            self._outcomes["failed"] += len(slots) - count  # of a session that is over: they stay private
+            if count == 0:
+                return
+            self._remember(lease, attached)
+            self._pending += 1
+        slots = Slots(slots.units[:count], slots.generations[:count])
+        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent)
+        try:
+            link.submit([op])[0].add_done_callback(partial(self._committed, slots))
+        except errors.KVStoreError as error:
+            failed: Future[Answer] = Future()
+            failed.set_result(Failed(error))
+            self._committed(slots, failed)
 
     def _remember(self, lease: int, attached: Attached) -> None:
         holders = self._leases.setdefault(lease, set())

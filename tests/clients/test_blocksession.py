@@ -12,8 +12,11 @@ from kvstore import errors
 from kvstore.clients.blocks import BlockStore, Slots
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.client import KVClient
+from kvstore.clients.requests import MAX_BLOCKS_PER_CALL
+from kvstore.geometry import Geometry
+from kvstore.hashing import fingerprint
 from kvstore.testing.daemon import DaemonProcess
-from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern
+from tests.blocks import BLOCK_TOKENS, GEOMETRY, IDENTITY, chain, each_hash, pattern
 
 UNIT_BYTES = 4096
 
@@ -41,8 +44,6 @@ def holds(blocks: BlockStore, slots: Slots, hashes: bytes) -> bool:
 
 
 def root() -> bytes:
-    from kvstore.hashing import fingerprint
-
     return fingerprint(IDENTITY)
 
 
@@ -175,6 +176,26 @@ def test_after_a_restart_old_slots_are_kept_until_given_back(blocks: BlockStore,
     while held(daemon) != before - 5 * GEOMETRY.slot_bytes:
         assert time.monotonic() < deadline, "the old session's slots are freed when the last is given back"
         time.sleep(0.02)
+
+
+def test_more_blocks_than_a_call_takes_are_committed_all_the_same(daemon: DaemonProcess) -> None:
+    tiny = Geometry("mha", 1, 1, 64, 64, "bfloat16", BLOCK_TOKENS)
+    count = MAX_BLOCKS_PER_CALL + 500
+    hashes = chain(12, count)
+    with KVClient(daemon.address) as client:
+        blocks = client.open_blocks(IDENTITY, tiny)
+        first, second = blocks.reserve(count), blocks.reserve(500)
+        assert (len(first), len(second)) == (MAX_BLOCKS_PER_CALL, 500)
+        slots = Slots(np.concatenate([first.units, second.units]), np.concatenate([first.generations, second.generations]))
+        blocks.commit(1, slots, hashes, root())
+        assert blocks.flush(10)
+        namespace = client.open_namespace(IDENTITY, tiny)
+        assert client.lookup(namespace, hashes[: 32 * MAX_BLOCKS_PER_CALL]).blocks == MAX_BLOCKS_PER_CALL
+        assert client.lookup(namespace, hashes[32 * MAX_BLOCKS_PER_CALL :]).blocks == 500
+        blocks.release(1)
+        more = blocks.reserve(1000)
+        blocks.abandon(more)
+        blocks.close()
 
 
 def test_close_gives_everything_back(blocks: BlockStore, daemon: DaemonProcess) -> None:
