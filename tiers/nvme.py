@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class NvmeTier:
         fresh = Layout(uuid.uuid4().hex, 0, options.extent_units)
         directory = await NvmeDirectory.take(options.directory, fresh)
         try:
-            return await cls._open(directory, _whole_extents(options, directory.layout), options.durable)
+            return await cls._open(directory, options)
         except BaseException as error:
             directory.close()
             if isinstance(error, OSError):
@@ -83,18 +83,23 @@ class NvmeTier:
             raise
 
     @classmethod
-    async def _open(cls, directory: NvmeDirectory, extents: int, durable: Durable) -> NvmeTier:
-        layout = directory.layout
-        capacity_bytes = extents * layout.extent_units * UNIT_BYTES
+    async def _open(cls, directory: NvmeDirectory, options: NvmeOptions) -> NvmeTier:
         data_path, records_path = directory.path / "data", directory.path / "records"
         there_bytes = data_path.stat().st_size if data_path.exists() else 0
+        layout = directory.layout if there_bytes else replace(directory.layout, extent_units=options.extent_units)
+        extents = _whole_extents(options, layout)
+        capacity_bytes = extents * layout.extent_units * UNIT_BYTES
+        if not there_bytes:  # says what it is before it holds anything: a stop at any moment, or too little room, leaves no riddle
+            directory.layout = layout
+            await directory.begin(capacity_bytes)
         await asyncio.to_thread(_prepare_data, data_path, capacity_bytes)
         await directory.begin(capacity_bytes)
         if not there_bytes:
             records_path.unlink(missing_ok=True)
         records = RecordFile(records_path, extents, layout.extent_units)
         await asyncio.to_thread(sync_directory, directory.path)
-        return cls(directory, DirectFile(data_path), records, durable, min(there_bytes, capacity_bytes) // UNIT_BYTES)
+        readable_units = min(there_bytes, capacity_bytes) // UNIT_BYTES
+        return cls(directory, DirectFile(data_path), records, options.durable, readable_units)
 
     @property
     def capacity_bytes(self) -> int:

@@ -6,15 +6,18 @@ import asyncio
 import errno
 import json
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvstore.errors import ConfigError, FormatError, ResourceExhausted
-from kvstore.tiers import nvme_directory
+from kvstore.tiers import nvme, nvme_directory
 from tests.tiers.disk import (
     NAMESPACE,
     Disk,
     found,
+    units_of,
 )
 
 
@@ -88,3 +91,29 @@ def test_a_namespace_that_cannot_be_kept_is_not_added(disk: Disk, monkeypatch: p
     tier = disk.open()
     assert set(tier.namespaces) == {NAMESPACE}
     assert asyncio.run(tier.add_namespace(bytes(32), {})).number == 2
+
+
+@pytest.mark.parametrize("step", ["_prepare_data", "RecordFile", "sync_directory"])
+def test_a_first_start_that_failed_does_not_stop_the_next(disk: Disk, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Whatever ended it: too little room, or a kill while the files were made."""
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, step, _no_room)
+        with pytest.raises(ConfigError, match="asked"):
+            disk.open()
+    disk.filled(3).close()
+    assert found(disk.open()) == {number: units_of(number) for number in range(3)}
+
+
+def test_a_first_start_that_took_no_room_decides_no_sizes(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, "_prepare_data", _no_room)
+        with pytest.raises(ConfigError, match="asked"):
+            disk.open()
+    assert replace(disk, extent_units=8).open().extent_units == 8
+
+
+def _no_room(path: Path, *_: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if path.name == "data":
+        path.touch()
+    raise ConfigError("nvme data: more asked than there is")
