@@ -168,8 +168,8 @@ class Hub:
         for session in self.sessions.gone():
             self.cache.process_gone(session)
             self.sessions.forget(session)
-        for units in self.sessions.survivors_gone():
-            self.cache.survivors_gone(units)
+        if len(freed := self.sessions.survivors_gone()):
+            self.cache.survivors_gone(freed)
         if self.now - self._active_at > IDLE_S:
             for broken in self.cache.check():
                 log.error("a rule of the cache is broken; please report this line and what went before: %s", broken)

@@ -9,6 +9,8 @@ import secrets
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from kvstore import errors
 from kvstore.cache.messages import Mark, Units
 from kvstore.tiers.dram import DramTier
@@ -100,18 +102,16 @@ class Sessions:
         """Ended sessions whose processes are gone by now."""
         return [session.id for session in self._known.values() if session.ended and session.process_gone()]
 
-    def survivors_gone(self) -> list[Units]:
-        """What survivors of earlier daemons had marked, for those that are gone by now; their files are removed."""
-        left: list[SessionFile] = []
-        freed: list[Units] = []
-        for file in self.survivors:
-            if file.process_gone():
-                freed.append(file.marked_units())
-                file.remove()
-            else:
-                left.append(file)
-        self.survivors = left
-        return freed
+    def survivors_gone(self) -> Units:
+        """What survivors of earlier daemons had marked and none that is left has, for those gone by now; their files are removed."""
+        gone = [file for file in self.survivors if file.process_gone()]
+        if not gone:
+            return np.zeros(0, np.uint32)
+        self.survivors = [file for file in self.survivors if file not in gone]
+        freed = np.concatenate([file.marked_units() for file in gone])
+        for file in gone:
+            file.remove()
+        return np.setdiff1d(freed, np.concatenate([freed[:0], *(file.marked_units() for file in self.survivors)]))
 
     def close(self) -> None:
         """Leave every file for the next daemon."""
