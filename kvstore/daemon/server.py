@@ -98,6 +98,7 @@ class Daemon:
         sockets.open_to_group(self._settings.listen)
         if self._settings.tcp:
             self._listen(self._settings.tcp, "--tcp")
+            log.warning("calls over TCP are not authenticated: whoever can connect to %s may read, write and clear", self._settings.tcp)
         if self._settings.metrics:
             self._stop_metrics, port = self._metrics.serve(self._settings.metrics)
             self._metrics_place = f"{self._settings.metrics.rpartition(':')[0]}:{port}"

@@ -46,9 +46,16 @@ class Parts:
     nvme: NvmeTier | None
 
     async def remember(self, namespace: KnownNamespace) -> None:
-        """Return when the namespace's facts are on disk: from then on its blocks may be."""
-        if self.nvme is not None and namespace.digest not in self.nvme.namespaces:
+        """Return when the namespace's facts are on disk: from then on its blocks may be.
+
+        Where the disk refuses them the namespace lives in memory alone: its blocks' writes fail, and are counted.
+        """
+        if self.nvme is None or namespace.digest in self.nvme.namespaces:
+            return
+        try:
             await self.nvme.add_namespace(namespace.digest, namespace.stored_facts())
+        except errors.EnvironmentFault as error:
+            log.error("nvme: namespace %s is not remembered, its blocks stay in memory: %s", namespace.digest.hex()[:12], error)
 
     def health(self) -> dict[str, Health]:
         """Every tier's."""

@@ -224,6 +224,14 @@ def test_outcomes_have_the_same_numbers_on_both_sides() -> None:
     assert [outcome.name.lower() for outcome in BlockOutcome] == list(OUTCOME_NAMES)
 
 
+def test_tiers_have_the_same_names_on_both_sides() -> None:
+    from kvstore.cache.messages import Tier
+    from kvstore.cache.reading import NOT_NEEDED
+    from kvstore.clients.handles import TIER_NAMES
+
+    assert {**{int(tier): tier.name.lower() for tier in Tier}, NOT_NEEDED: ""} == TIER_NAMES
+
+
 def test_both_sides_know_the_same_limits() -> None:
     from kvstore.cache import messages
     from kvstore.clients import channel, session
