@@ -135,16 +135,22 @@ class Lease:
     def views(self) -> tuple[Bytes, ...]:
         """One read-only array of bytes a block, in place. Valid inside the `with` block only.
 
+        Of no bytes where the namespace does not keep the block: it lies before the window, or is not the last state.
         Raises SessionEnded where the lease is over, StaleEpoch where the daemon was restarted.
         """
         self.check()
         return self._views
 
     def copy_into(self, targets: Sequence[memoryview | bytearray | Bytes]) -> int:
-        """Copy the leading blocks into `targets`, one writable buffer of a block's size each. Returns how many were copied."""
+        """Copy the leading blocks into `targets`, one writable buffer of a block's size each. Returns how many were copied.
+
+        Targets of blocks that the namespace does not keep are left as they are, and count.
+        """
         views = self.views
         count = min(len(views), len(targets))
         for view, target in zip(views, targets, strict=False):
+            if not len(view):
+                continue
             into = np.frombuffer(target, np.uint8)
             if len(into) != len(view):
                 raise errors.InvalidArgument(f"a target has {len(into)} bytes, a block {len(view)}; give one of the same size")

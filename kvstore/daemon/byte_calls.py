@@ -26,6 +26,7 @@ from kvstore.cache.messages import (
     Committed,
     Granted,
     Hashes,
+    KeepKind,
     Refused,
     Release,
     Reserve,
@@ -43,6 +44,7 @@ PIECE_BYTES = 2**20  # 1 MiB: a quarter of the largest message
 WINDOW_BYTES = 64 * 2**20  # 64 MiB leased at once for one reader, so that a slow one keeps little from others
 MIN_WINDOW_BLOCKS = 4  # so that reads from the disk overlap with sending
 GRANT_GRACE_S = 5.0  # seconds past a lease's own deadline: its last grant comes with the next tick
+HOLE = -1  # in the place of units: the namespace does not keep this block
 COPY_THREADS = 2  # threads: memcpy from two cores fills what a network takes
 
 T = TypeVar("T")
@@ -77,7 +79,7 @@ class InnerSession:
     def granted(self, granted: Granted) -> None:
         """Collect the units of a lease until no more will come."""
         future, units = self._waiting.get(granted.lease, (None, []))
-        units.extend(granted.units[0].tolist())
+        units.extend(np.where(granted.generations[0] > 0, granted.units[0].astype(np.int64), HOLE).tolist())
         if granted.ended is not None and future is not None and not future.done():
             future.set_result(units)
 
@@ -88,7 +90,7 @@ class InnerSession:
                 future.set_result([])
 
     async def lease(self, namespace: int, hashes: Hashes, timeout_s: float) -> tuple[int, list[int]]:
-        """Lease the leading blocks: (lease, units of those that could be had). The caller ends it with `release`."""
+        """Lease the leading blocks: (lease, units of those that could be had, HOLE where none is kept). End it with `release`."""
         lease = self.new_id()
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting[lease] = (future, [])
@@ -133,6 +135,8 @@ class ByteCalls:
         """The leading blocks, piece by piece, in order."""
         inner = self._session_of(namespace.tenant)
         window = max(MIN_WINDOW_BLOCKS, WINDOW_BYTES // (namespace.geometry.slot_bytes))
+        if namespace.keep.kind is not KeepKind.ALL:
+            window = len(hashes)  # what it keeps is at the end of the whole, and little
         for start in range(0, len(hashes), window):
             part = hashes[start : start + window]
             lease, units = await inner.lease(namespace.id, part, timeout_s)
@@ -146,6 +150,9 @@ class ByteCalls:
                 return
 
     async def _block(self, namespace: KnownNamespace, units: int, key: bytes) -> AsyncGenerator[pb.BlockBytes, None]:
+        if units == HOLE:
+            yield pb.BlockBytes(namespace_id=namespace.id, epoch=self._hub.epoch, hash=key, last=True)
+            return
         view = self._slot(namespace, units)
         checksum = pack_checksum(await self._threaded(lambda: block_checksum(namespace.digest, key, view)))
         for start in range(0, len(view), PIECE_BYTES):
