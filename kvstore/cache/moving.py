@@ -8,9 +8,12 @@ of free ones is kept ahead: the staging slots of the edge from dram to nvme.
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from kvstore.cache import leases
+from kvstore.cache.eviction.candidates import Candidates
 from kvstore.cache.holders import TransferKind
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, AssignExtent, EndReason, NoticeKind, StartWrite, Tier
@@ -49,40 +52,36 @@ def assign_extent(state: State, table: SlotTable, slot_units: int) -> bool:
 
 def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
     """Evict the coldest leaf of this size from the tier. On nvme the slot is reusable only after its record is deleted."""
-    slot = choose_victim(state, tier, slot_units)
-    if not slot:
-        return False
-    evict(state, tier, slot)
-    return True
+    return evict_many(state, tier, slot_units, 1) == 1
 
 
 def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
     """Evict up to `wanted` leaves of this size, coldest first; a parent that becomes a leaf takes its turn. Answers how many."""
+    candidates = state.candidates(tier, slot_units)
+    writes = tier is Tier.DRAM and state.nvme is not None and state.sizes.nvme_write != "off"
+    passed: list[tuple[int, int]] = []  # (rank, slot), a heap: looked at, and without a copy below
     evicted = 0
-    while evicted < wanted and evict_one(state, tier, slot_units):
+    while evicted < wanted and (slot := _clean_victim(state, candidates, passed) if writes else candidates.pop()):
+        evict(state, tier, slot)
         evicted += 1
+    for _, slot in passed:
+        if candidates.evictable(slot):
+            candidates.expose(slot)
     return evicted
 
 
-def choose_victim(state: State, tier: Tier, slot_units: int) -> int:
-    """The coldest evictable slot; in dram, while writes go down, the coldest of a few that has a copy below."""
-    candidates = state.candidates(tier, slot_units)
-    if tier is not Tier.DRAM or state.nvme is None or state.sizes.nvme_write == "off":
-        return candidates.pop()
+def _clean_victim(state: State, candidates: Candidates, passed: list[tuple[int, int]]) -> int:
+    """While writes go down, the coldest dram slot of a few that has a copy below, or else the coldest; 0 when there is none."""
     on_nvme, row_at = state.index.slot_at[Tier.NVME], state.dram.row_at
-    passed: list[int] = []
-    victim = 0
     while len(passed) < CLEAN_RESERVE and (slot := candidates.pop()):
         if on_nvme[row_at[slot]]:
-            victim = slot
-            break
-        passed.append(slot)
-    if not victim and passed:
-        victim = passed.pop(0)
-        state.counters["dropped_before_written"] += 1
-    for slot in passed:
-        candidates.expose(slot)
-    return victim
+            return slot
+        heapq.heappush(passed, (candidates.rank(slot), slot))
+    while passed:
+        if candidates.evictable(slot := heapq.heappop(passed)[1]):  # it may have been listed twice, and be gone
+            state.counters["dropped_before_written"] += 1
+            return slot
+    return 0
 
 
 def evict(state: State, tier: Tier, slot: int) -> None:
