@@ -43,12 +43,13 @@ class AsyncLink:
     async def open(self, timeout_s: float = ATTACH_TIMEOUT_S) -> Attached | Unmapped:
         """Wait until the session is open. Raises Unavailable, or what the daemon refused it with."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._opened), timeout_s)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"daemon at {self._place}: no session within {timeout_s} s; see its log") from None
-        finally:
-            if not self._opened.done():
-                await self.close()
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._opened)
+        except BaseException as error:  # a caller that was cancelled too: nobody else knows of this session
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise errors.DeadlineExceeded(f"daemon at {self._place}: no session within {timeout_s} s; see its log") from None
+            raise
 
     @property
     def alive(self) -> bool:
@@ -67,7 +68,8 @@ class AsyncLink:
         self._answers.update(futures)
         self._wake.set()
         try:
-            return await asyncio.wait_for(asyncio.gather(*futures.values()), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return [await future for future in futures.values()]
         except TimeoutError:
             raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log") from None
         finally:
@@ -83,7 +85,8 @@ class AsyncLink:
         self._wake.set()
         try:
             with contextlib.suppress(TimeoutError):
-                granting = await asyncio.wait_for(self._settling[lease], timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    granting = await self._settling[lease]
         finally:
             del self._settling[lease]
             self._session.forget(lease)
