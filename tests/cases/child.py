@@ -46,6 +46,14 @@ class Program:
         self.open.close()
         return list(self.filling.names)
 
+    def scribble(self, byte: int) -> int:
+        """Overwrite what `reserve` took, however late; how many blocks."""
+        if self.filling is None:
+            raise errors.InvalidArgument("reserve first")
+        for block in self.filling.blocks:
+            block.view[:] = byte
+        return len(self.filling.blocks)
+
     def hold(self, seed: int, blocks: int) -> int:
         """Take a lease and keep it; how many blocks it has."""
         self.hashes = chain(seed, blocks)
@@ -57,6 +65,16 @@ class Program:
         if self.lease is None:
             raise errors.InvalidArgument("hold first")
         return right(self.lease.views, self.hashes)
+
+    def peek(self) -> bool:
+        """The same, whatever became of the session: nobody may write over memory that is still in its hands."""
+        if self.lease is None:
+            raise errors.InvalidArgument("hold first")
+        return right(self.lease._views, self.hashes)
+
+    def let_go(self) -> None:
+        """Give back what is held."""
+        self.open.close()
 
     def prompt(self, seed: int, blocks: int) -> int:
         """How many blocks of a prompt, given by its tokens, are here."""
