@@ -1,15 +1,17 @@
-"""The edge of every call: the caller's tenant, the store's errors as gRPC statuses, and counts and times by method and code."""
+"""The edge of every call: messages parsed, the caller's tenant, errors as gRPC statuses, and counts and times by method and code."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvstore import errors
 
@@ -36,6 +38,37 @@ def status_of(error: errors.KVStoreError) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode[error.code], errors.to_text(error)
 
 
+@dataclass(frozen=True)
+class Malformed:
+    """Stands for a message whose bytes are none of its type."""
+
+    why: str
+
+
+def _parsing(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """A parser that never raises: grpc would take that for a fault of ours."""
+
+    def tried(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as error:
+            return Malformed(str(error))
+
+    return tried
+
+
+def _whole(message: Any) -> Any:
+    """The message. Raises InvalidArgument where its bytes were none."""
+    if isinstance(message, Malformed):
+        raise errors.InvalidArgument(f"the message cannot be read: {message.why}; use the daemon's own kvstore.proto")
+    return message
+
+
+async def _each_whole(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield _whole(message)
+
+
 class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
     """Wraps every handler of the service; health and reflection pass unchanged."""
 
@@ -51,15 +84,17 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
         if handler is None or not name.startswith(PREFIX):
             return handler
         method = name.removeprefix(PREFIX)
+        handler = handler._replace(request_deserializer=_parsing(handler.request_deserializer))
         kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        return handler._replace(**{kind: self._wrapped(method, act) for kind in kinds if (act := getattr(handler, kind)) is not None})
+        acts = {kind: act for kind in kinds if (act := getattr(handler, kind)) is not None}
+        return handler._replace(**{kind: self._wrapped(method, act, streams=kind.startswith("stream")) for kind, act in acts.items()})
 
-    def _wrapped(self, method: str, act: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _wrapped(self, method: str, act: Callable[[Any, Any], Awaitable[Any]], *, streams: bool) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             started_at = time.monotonic()
             code, text = grpc.StatusCode.CANCELLED, ""
             try:
-                reply = await act(request, context)
+                reply = await act(_each_whole(request) if streams else _whole(request), context)
                 code = grpc.StatusCode.OK
                 return reply
             except errors.KVStoreError as error:
