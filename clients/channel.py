@@ -22,7 +22,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),  # a restarted daemon is found soon: it is on this machine, and a try is cheap
     ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 250),  # below the pauses of steps.persistent, so that a retry does try
     ("grpc.enable_http_proxy", 0),
 )
 

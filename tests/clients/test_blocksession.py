@@ -61,6 +61,14 @@ def held(daemon: DaemonProcess) -> int:
         return next(tier.held_bytes for tier in client.stats().tiers if tier.tier == "dram")
 
 
+def wait_until_held(daemon: DaemonProcess, slots: int) -> None:
+    """Copies to the disk hold slots too, for as long as they take."""
+    deadline = time.monotonic() + 5
+    while held(daemon) != slots * GEOMETRY.slot_bytes:
+        assert time.monotonic() < deadline, f"{held(daemon) // GEOMETRY.slot_bytes} slots are held"
+        time.sleep(0.02)
+
+
 def test_committed_slots_are_found_and_stay_where_they_are(blocks: BlockStore) -> None:
     hashes = chain(1, 4)
     written = store(blocks, 1, hashes)
@@ -89,19 +97,16 @@ def test_what_is_committed_twice_stays_private_and_readable(blocks: BlockStore, 
     blocks.abandon(twin)
     blocks.release(1)
     blocks.release(2)
-    assert blocks.reserve(1)
-    assert held(daemon) == GEOMETRY.slot_bytes
+    wait_until_held(daemon, 0)
 
 
 def test_a_lease_is_released_from_its_tail(blocks: BlockStore, daemon: DaemonProcess) -> None:
     store(blocks, 1, chain(5, 4))
     blocks.release(1, keep_blocks=1)
-    blocks.reserve(1)  # a round trip: what was told before has been done
-    assert held(daemon) == 2 * GEOMETRY.slot_bytes
+    wait_until_held(daemon, 1)
     blocks.release(1)
     blocks.release(99)
-    blocks.reserve(1)
-    assert held(daemon) == 2 * GEOMETRY.slot_bytes
+    wait_until_held(daemon, 0)
 
 
 def test_a_full_store_reserves_less_and_says_so_at_once(blocks: BlockStore) -> None:
@@ -169,13 +174,10 @@ def test_after_a_restart_old_slots_are_kept_until_given_back(blocks: BlockStore,
     failed = blocks.outcomes.get("failed", 0)
     blocks.commit(2, private, chain(10, 2), root())
     assert blocks.outcomes["failed"] == failed + 2, "a slot of the session that is over cannot be committed"
-    before = held(daemon)
     blocks.release(1)
+    assert held(daemon) == (len(new) + 5) * GEOMETRY.slot_bytes, "until the last of the old session's slots is given back"
     blocks.abandon(private)
-    deadline = time.monotonic() + 2
-    while held(daemon) != before - 5 * GEOMETRY.slot_bytes:
-        assert time.monotonic() < deadline, "the old session's slots are freed when the last is given back"
-        time.sleep(0.02)
+    wait_until_held(daemon, len(new))
 
 
 def test_more_blocks_than_a_call_takes_are_committed_all_the_same(daemon: DaemonProcess) -> None:
@@ -203,9 +205,6 @@ def test_close_gives_everything_back(blocks: BlockStore, daemon: DaemonProcess) 
     blocks.reserve(7)
     blocks.close()
     blocks.close()
-    deadline = time.monotonic() + 1
-    while held(daemon):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_held(daemon, 0)
     with pytest.raises(errors.Unavailable):
         blocks.reserve(1)
