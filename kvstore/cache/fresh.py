@@ -80,18 +80,23 @@ def distinct(hashes: Hashes) -> bool:
 
 
 def reserve_new_keys(state: State, session: Session, request: Reserve, hashes: Hashes) -> Reserved | None:
-    """Slots for keys each of which is stored, or altogether new; None, with nothing done, where it is not that simple."""
+    """Slots for keys the first of which are stored and the rest altogether new; None, with nothing done, where it is not that simple."""
     index, slot_units = state.index, state.spec(request.namespace).slot_units
     rows = index.find(request.namespace, hashes)
     stored = np.zeros(len(rows), bool)
     for tier in index.tiers:
         stored |= index.slot[tier][rows] > 0
     new = np.flatnonzero(rows == 0)
-    simple = len(new) + np.count_nonzero(stored) == len(rows) and index.room > len(new) and distinct(hashes)
+    simple = bool(stored[: len(rows) - len(new)].all()) and not stored[len(rows) - len(new) :].any()
+    simple = simple and index.room > len(new) and distinct(hashes)
     if not simple or not may_hold(state, session, [], slot_units * len(new)):
         return None
     use_many(state, rows[stored])
+    standing = index.slot[Tier.DRAM][rows[stored]]
+    standing = standing[standing > 0]
+    state.hold_many(None, standing)  # so that the beginning of a chain is not pushed out for its rest
     slots = np.array(make_room(state, Tier.DRAM, slot_units, len(new), SlotState.RESERVED), np.int32)
+    state.unhold_many(None, standing)
     outcomes = np.where(stored, BlockOutcome.EXISTS, BlockOutcome.NO_ROOM).astype(np.uint8)
     got = new[: len(slots)]
     outcomes[got] = BlockOutcome.SLOT

@@ -82,21 +82,27 @@ def _take_slot(state: State, session: Session, request: Reserve) -> tuple[BlockO
 def _reserve_named(state: State, session: Session, request: Reserve, hashes: Hashes) -> Reserved:
     outcomes = np.zeros(len(hashes), np.uint8)
     slots = np.zeros(len(hashes), np.int32)
+    standing: list[int] = []  # held until the end, so that the beginning of a chain is not pushed out for its rest
     for i in range(len(hashes)):
-        outcome, slot = _reserve_key(state, session, request, hashes[i].tobytes())
+        outcome, slot = _reserve_key(state, session, request, hashes[i].tobytes(), standing)
         outcomes[i], slots[i] = outcome, slot
         if outcome in (BlockOutcome.NO_ROOM, BlockOutcome.LIMIT):
             break
+    for slot in standing:
+        state.unhold_for(None, slot)
     generations = np.where(slots > 0, state.dram.generation[slots], 0).astype(np.uint32)
     return Reserved(request.reservation, outcomes, np.where(slots > 0, state.dram.units[slots], 0).astype(np.uint32), generations)
 
 
-def _reserve_key(state: State, session: Session, request: Reserve, key: bytes) -> tuple[BlockOutcome, int]:
+def _reserve_key(state: State, session: Session, request: Reserve, key: bytes, standing: list[int]) -> tuple[BlockOutcome, int]:
     row = state.index.find_one(request.namespace, key)
     if row and state.index.flags_at[row] & IN_FLIGHT:
         return BlockOutcome.IN_FLIGHT, 0
     if row and state.index.stored(row):
         use(state, row)
+        if twin := state.index.slot_at[Tier.DRAM][row]:
+            state.hold_for(None, twin)
+            standing.append(twin)
         return BlockOutcome.EXISTS, 0
     outcome, slot = _take_slot(state, session, request)
     if slot:
