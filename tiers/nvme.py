@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config import format_bytes
-from kvstore.errors import ConfigError, EnvironmentFault, InternalFault
+from kvstore.errors import ConfigError, EnvironmentFault, Unavailable
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import record_codec as codec
 from kvstore.tiers.base import BlockRecord, Health
@@ -204,7 +204,7 @@ class NvmeTier:
         for record, block in zip(records, blocks, strict=True):
             namespace = self.namespaces.get(block.namespace_digest)
             if namespace is None:
-                raise InternalFault(f"nvme: namespace {block.namespace_digest.hex()[:12]} was not added before its first block")
+                raise Unavailable(f"nvme: namespace {block.namespace_digest.hex()[:12]} is not on disk yet, so its blocks cannot be")
             record["namespace"] = namespace.number
             record["hash"] = np.frombuffer(block.hash, "<u8")
             record["parent"] = np.frombuffer(block.parent, "<u8")

@@ -94,9 +94,11 @@ class Copier:
         for run in _runs(sound, lambda write: write.target_units, self._slot_units):
             results |= {write.transfer: left for write, left in zip(run, self._left(run), strict=True)}
         written = [write for write in writes if results[write.transfer].result is TransferResult.OK]
-        recorded = self._recorded([self._record(write, sums[write.transfer]) for write in written])
-        for write in written:
-            results[write.transfer] = Moved(recorded.result, sums[write.transfer]) if recorded.result is TransferResult.OK else recorded
+        for namespace in dict.fromkeys(write.namespace for write in written):  # each for itself: the disk may not know one of them yet
+            mine = [write for write in written if write.namespace == namespace]
+            moved = self._recorded([self._record(write, sums[write.transfer]) for write in mine])
+            for write in mine:
+                results[write.transfer] = Moved(moved.result, sums[write.transfer]) if moved.result is TransferResult.OK else moved
         return [results[write.transfer] for write in writes]
 
     def _left(self, run: Sequence[StartWrite]) -> list[Moved]:
@@ -115,7 +117,8 @@ class Copier:
         return BlockRecord(write.target_units, write.generation, facts.digest, write.hash, write.parent, facts.block_bytes, checksum)
 
     def _recorded(self, records: list[BlockRecord]) -> Moved:
-        return self._tried("record", partial(self._disk.write_records, records)) if records else _OK
+        """All in one call, so that they share one sync. Not tried again: what a failed sync left may be lost though the next works."""
+        return self._tried("record", partial(self._disk.write_records, records))
 
     # ---- records alone
 

@@ -217,6 +217,7 @@ class Daemon:
         self._hub.collect()
         attached = bool(self._hub.sessions)
         self._hub.sessions.close()
+        self._parts.stop_remembering()
         if nvme is not None:
             await nvme.stop_clean()
         if attached:

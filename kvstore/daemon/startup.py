@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvstore.tiers.dram import DramOptions, DramTier
 from kvstore.tiers.nvme import Durable, NvmeOptions, NvmeTier
 from kvstore.tiers.nvme_records import LoadedRecords
 
+REFUSED_PAUSE_S = 1.0  # seconds until a disk that refused a namespace is asked again: as long as after a block's failed write
 STUCK_S = 10.0  # seconds: a disk that has not answered for so long is shown as degraded
 
 log = logging.getLogger(__name__)
@@ -44,18 +45,32 @@ class Parts:
     hub: Hub
     dram: DramTier
     nvme: NvmeTier | None
+    _refused: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # namespaces that the disk is asked again to remember
 
     async def remember(self, namespace: KnownNamespace) -> None:
         """Return when the namespace's facts are on disk: from then on its blocks may be.
 
-        Where the disk refuses them the namespace lives in memory alone: its blocks' writes fail, and are counted.
+        Where the disk refuses them the namespace lives in memory alone until it takes them: its blocks' writes fail, and are counted.
         """
-        if self.nvme is None or namespace.digest in self.nvme.namespaces:
+        if self.nvme is None or namespace.digest in self.nvme.namespaces or namespace.digest in self._refused:
             return
         try:
             await self.nvme.add_namespace(namespace.digest, namespace.stored_facts())
         except errors.EnvironmentFault as error:
             log.error("nvme: namespace %s is not remembered, its blocks stay in memory: %s", namespace.digest.hex()[:12], error)
+            self._refused[namespace.digest] = asyncio.create_task(self._remember_later(self.nvme, namespace))
+
+    async def _remember_later(self, nvme: NvmeTier, namespace: KnownNamespace) -> None:
+        while namespace.digest not in nvme.namespaces:
+            await asyncio.sleep(REFUSED_PAUSE_S)
+            with contextlib.suppress(errors.EnvironmentFault):  # logged the first time
+                await nvme.add_namespace(namespace.digest, namespace.stored_facts())
+        del self._refused[namespace.digest]
+
+    def stop_remembering(self) -> None:
+        """What the disk has refused so far is not tried again."""
+        for task in self._refused.values():
+            task.cancel()
 
     def health(self) -> dict[str, Health]:
         """Every tier's."""

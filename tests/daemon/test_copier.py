@@ -34,6 +34,7 @@ def facts(name: bytes) -> NamespaceFacts:
 
 
 NAMESPACES = {1: facts(b"one"), 2: facts(b"two")}
+REFUSED = {3: facts(b"three")}  # not on disk
 
 
 class Rig:
@@ -45,7 +46,7 @@ class Rig:
         self.disk = asyncio.run(NvmeTier.open(NvmeOptions(directory, 8 * EXTENT_UNITS * UNIT_BYTES, EXTENT_UNITS)))
         for each in NAMESPACES.values():
             asyncio.run(self.disk.add_namespace(each.digest, {}))
-        self.copier = Copier(self.memory, self.disk, NAMESPACES)
+        self.copier = Copier(self.memory, self.disk, NAMESPACES | REFUSED)
         assigns = tuple(AssignExtent(Tier.NVME, extent, SLOT_UNITS) for extent in range(8))
         assert {moved.result for moved in self.copier.run(AssignJob(assigns))} == {OK}
 
@@ -104,6 +105,15 @@ def test_blocks_come_back_as_they_went_in_any_order(rig: Rig) -> None:
     moved = rig.copier.run(ReadJob(tuple(up(number, 20 + number, sums[number]) for number in order)))
     assert results(moved) == [OK] * 4
     assert all(rig.holds(number, 20 + number) for number in order)
+
+
+def test_a_namespace_that_the_disk_does_not_know_costs_others_nothing(rig: Rig) -> None:
+    for number in (1, 2, 3):
+        rig.fill(number)
+    jobs = (down(1), replace(down(2), namespace=3), replace(down(3), namespace=2))
+    assert results(rig.copier.run(WriteJob(jobs))) == [OK, FAILED, OK]
+    asyncio.run(rig.disk.add_namespace(REFUSED[3].digest, {}))
+    assert results(rig.copier.run(WriteJob(jobs[1:2]))) == [OK]
 
 
 def test_neighbours_on_the_disk_move_in_one_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

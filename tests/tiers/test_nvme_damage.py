@@ -80,7 +80,7 @@ def test_blocks_of_a_forgotten_namespace_are_dropped(disk: Disk) -> None:
 def test_a_record_needs_its_namespace_first(disk: Disk) -> None:
     tier = disk.open()
     tier.assign_extent(0, SLOT_UNITS)
-    with pytest.raises(InternalFault, match="namespace"):
+    with pytest.raises(Unavailable, match="namespace"):
         tier.write_records([record_of(0, filled(0, SLOT_UNITS * UNIT_BYTES))])
 
 
