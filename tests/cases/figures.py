@@ -74,3 +74,10 @@ def opaque(block_bytes: int) -> Geometry:
     return Geometry("mha", 1, 1, 1, 1, "uint8", 16, format="test", opaque_block_bytes=block_bytes)
 
 
+
+
+def private_bytes(pid: int) -> int:
+    """A process's resident memory without what it shares: for a daemon, all beyond its arenas."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        sizes = dict(line.split(":", 1) for line in file)
+    return sum(int(sizes[name].split()[0]) << 10 for name in ("RssAnon", "RssFile"))
