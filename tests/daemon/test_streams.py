@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -198,9 +199,17 @@ def test_every_error_becomes_a_status_in_one_place(raised: Exception, says: str)
     async def act(_request: object, _context: object) -> None:
         raise raised
 
+    async def call() -> None:
+        async def handler_of(_details: object) -> object:
+            return grpc.unary_unary_rpc_method_handler(act, pb.LookupRequest.FromString, pb.LookupReply.SerializeToString)
+
+        details: Any = SimpleNamespace(method="/kvstore.v1.KVStore/Lookup")
+        handler = await Edge(meter).intercept_service(handler_of, details)
+        await handler.unary_unary(pb.LookupRequest(), Context())
+
     meter = Meter()
     with pytest.raises(RuntimeError, match=says):
-        asyncio.run(Edge(meter)._wrapped("Lookup", act)(None, Context()))  # type: ignore[arg-type]
+        asyncio.run(call())
     assert meter.codes == [says.split()[0]]
 
 
