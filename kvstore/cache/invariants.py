@@ -40,14 +40,15 @@ def visible_after_stored(state: State) -> Iterator[str]:
     for row in rows[found != rows].tolist():
         yield f"row {row} is not found by its own key"
     for tier, table in state.tables.items():
-        for row in rows[index.slot[tier][rows] > 0].tolist():
+        stored = rows[index.slot[tier][rows] > 0]
+        slots = index.slot[tier][stored]
+        for row in stored[(table.state[slots] != SlotState.LIVE) | (table.row[slots] != stored)].tolist():
             slot = index.slot_at[tier][row]
-            if table.state_at[slot] != SlotState.LIVE or table.row_at[slot] != row:
-                there = SlotState(table.state_at[slot]).name
-                yield f"row {row} names {tier.name} slot {slot}, which is {there} for row {table.row_at[slot]}"
-        for slot in np.flatnonzero(table.state == SlotState.LIVE).tolist():
-            if index.slot_at[tier][table.row_at[slot]] != slot:
-                yield f"live {tier.name} slot {slot} is not its row's"
+            there = SlotState(table.state_at[slot]).name
+            yield f"row {row} names {tier.name} slot {slot}, which is {there} for row {table.row_at[slot]}"
+        live = np.flatnonzero(table.state == SlotState.LIVE)
+        for slot in live[index.slot[tier][table.row[live]] != live].tolist():
+            yield f"live {tier.name} slot {slot} is not its row's"
     in_flight = set(rows[(index.flags[rows] & IN_FLIGHT) > 0].tolist())
     if in_flight != set(state.writers):
         yield f"rows in flight {in_flight} and their writers {set(state.writers)} differ"
@@ -120,27 +121,24 @@ def promise_kept(state: State) -> Iterator[str]:
 def conserved(state: State) -> Iterator[str]:
     """In bytes, per tier, the classes add up to the capacity, and each is what the slots say."""
     for tier, table in state.tables.items():
-        counted = [0] * len(SlotState)
-        used = 0
+        counted = np.zeros(len(SlotState), np.int64)
         for extent in np.flatnonzero(table.extent_slot_units).tolist():
             slot_units = int(table.extent_slot_units[extent])
             first, count = int(table.extent_first[extent]), table.extent_units // slot_units
-            states = table.state[first : first + count]
-            for slot_state in SlotState:
-                counted[slot_state] += int(np.count_nonzero(states == slot_state)) * slot_units * UNIT_BYTES
-            busy = int(np.count_nonzero(states != SlotState.FREE))
+            by_state = np.bincount(table.state[first : first + count], minlength=len(SlotState))
+            counted += by_state * (slot_units * UNIT_BYTES)
+            busy = count - int(by_state[SlotState.FREE])
             if busy != table.extent_used[extent]:
                 yield f"{tier.name} extent {extent} counts {table.extent_used[extent]} used slots, {busy} are"
-            used += count * slot_units * UNIT_BYTES
-        counted[SlotState.UNASSIGNED] += table.capacity_bytes - used
-        if counted != table.bytes_in:
-            yield f"{tier.name}: classes are booked as {table.bytes_in} and counted as {counted}"
+        counted[SlotState.UNASSIGNED] += table.capacity_bytes - int(counted.sum())
+        if counted.tolist() != table.bytes_in:
+            yield f"{tier.name}: classes are booked as {table.bytes_in} and counted as {counted.tolist()}"
         spare = int(np.count_nonzero(table.extent_used == 0))
         if spare != table.spare_extents:
             yield f"{tier.name} counts {table.spare_extents} spare extents, {spare} are"
-        free = Counter(slot for stack in table.free.values() for slot in stack)
+        free = sorted(slot for stack in table.free.values() for slot in stack)
         really = np.flatnonzero(table.state == SlotState.FREE).tolist()
-        if free != Counter(really):
+        if free != really:
             yield f"{tier.name}: the free stacks hold {len(free)} slots, {len(really)} are free"
 
 
@@ -202,11 +200,10 @@ def progress(state: State) -> Iterator[str]:
 def honest(state: State) -> Iterator[str]:
     """The figures that status and metrics show are those of the slots."""
     for tier, table in state.tables.items():
-        used = _used_slots(table)
-        live = sum(table.state_at[slot] == SlotState.LIVE for slot in used)
+        live = int(np.count_nonzero(table.state == SlotState.LIVE))
         if live != table.blocks:
             yield f"{tier.name} reports {table.blocks} blocks, has {live}"
-        held = sum(table.slot_units_of(slot) for slot in used if table.is_held(slot)) * UNIT_BYTES
+        held = sum(table.slot_units_of(slot) for slot in _used_slots(table) if table.is_held(slot)) * UNIT_BYTES
         if held != table.held_bytes:
             yield f"{tier.name} reports {table.held_bytes} bytes held, {held} are"
     for session in state.sessions.values():
