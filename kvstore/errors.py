@@ -6,6 +6,9 @@ Each class carries the name of the gRPC status it travels as, and whether the sa
 
 from typing import ClassVar
 
+MAX_TEXT_BYTES = 2000  # bytes of a status text: escaped it may be three times as long, and grpc drops headers from 8 KiB on
+TAIL_BYTES = 500  # bytes kept of a long one's end, which says what to do
+
 
 class KVStoreError(Exception):
     """The root: catch this to catch every fault that the store reports."""
@@ -139,8 +142,11 @@ def from_code(name: str, text: str) -> KVStoreError:
 
 
 def to_text(error: KVStoreError) -> str:
-    """The status text that `from_code` turns into the same class again."""
-    return f"{type(error).__name__}: {error}"
+    """The status text that `from_code` turns into the same class again. What a text quotes may be long: then its middle is left out."""
+    text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    if len(text) > MAX_TEXT_BYTES:
+        text = text[: MAX_TEXT_BYTES - TAIL_BYTES] + b" [...] " + text[-TAIL_BYTES:]
+    return text.decode(errors="ignore")
 
 
 def _all_kinds(root: type[KVStoreError]) -> list[type[KVStoreError]]:

@@ -20,6 +20,14 @@ def test_every_error_survives_the_wire(kind: type[errors.KVStoreError]) -> None:
     assert str(back) == "dram: full; wait"
 
 
+@pytest.mark.parametrize("quoted", ["x" * 100_000, "🗝" * 10_000, "\0" * 5_000])
+def test_a_text_of_any_length_fits_into_a_status(quoted: str) -> None:
+    text = errors.to_text(errors.NotFound(f"no block {quoted}; try another"))
+    assert len(text.encode()) <= 2_010
+    assert text.startswith("NotFound: no block ")
+    assert text.endswith("; try another")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_a_grpc_status_name(kind: type[errors.KVStoreError]) -> None:
     assert kind.code in grpc.StatusCode.__members__
