@@ -223,7 +223,8 @@ def abandon(state: State, request: Abandon) -> Done | Refused:
     else:
         slots = state.dram.locate_all(request.units).tolist()
         wanted = request.generations.tolist() if request.generations is not None else [0] * len(slots)
-        mine = [s for s, g in zip(slots, wanted, strict=True) if s in session.reserved and state.dram.generation_at[s] == g]
+        held = [s for s, g in zip(slots, wanted, strict=True) if s in session.reserved and state.dram.generation_at[s] == g]
+        mine = list(dict.fromkeys(held))  # a slot named twice is given back once
     for slot in mine:
         give_back(state, session, slot)
     return Done(len(mine))
