@@ -66,10 +66,10 @@ def _drop_unreadable(state: State, transfer: Transfer, row: int, result: Transfe
     """A block that nvme cannot give back is gone from every tier. Wrong bytes quarantine the slot, unless a write may have been torn."""
     nvme = state.tables[Tier.NVME]
     corrupt = result is TransferResult.CORRUPT
-    state.counters["corrupt_blocks" if corrupt else "unreadable_blocks"] += 1
     if corrupt:
-        where, word = nvme.units_at[transfer.source], state.index.word(row)
-        state.decide(Corrupted(state.index.namespace_at[row], state.index.hash_bytes(row), Tier.NVME, where, state.story.of(word)))
+        _tell_corruption(state, row, Tier.NVME, transfer.source)
+    else:
+        state.counters["unreadable_blocks"] += 1
     suspect = nvme.flags_at[transfer.source] & SUSPECT
     nvme.busy(transfer.source, 1)  # keeps the slot until it is known what becomes of it
     remove(state, row)
@@ -79,6 +79,12 @@ def _drop_unreadable(state: State, transfer: Transfer, row: int, result: Transfe
         _quarantine(state, transfer.source)
     else:
         state.settle(nvme, transfer.source)
+
+
+def _tell_corruption(state: State, row: int, tier: Tier, slot: int) -> None:
+    state.counters["corrupt_blocks"] += 1
+    where, story = state.tables[tier].units_at[slot], state.story.of(state.index.word(row))
+    state.decide(Corrupted(state.index.namespace_at[row], state.index.hash_bytes(row), tier, where, story))
 
 
 def _quarantine(state: State, slot: int) -> None:
@@ -108,14 +114,15 @@ def _written(state: State, transfer: Transfer, report: TransferDone) -> None:
     else:  # its record may or may not be there: it is deleted before the slot is used again
         nvme.become(transfer.target, SlotState.DOOMED)
         state.settle(nvme, transfer.target)
-    if report.result is not TransferResult.OK:
+    if report.result is TransferResult.CORRUPT:  # not the disk's fault: in dram lie other bytes than the checksum says
+        if row:
+            _tell_corruption(state, row, Tier.DRAM, transfer.source)
+            remove(state, row)
+    elif report.result is not TransferResult.OK:
         state.counters["failed_writes"] += 1
         state.writes_paused_until = state.now + WRITE_PAUSE_S
-        if row and report.result is not TransferResult.CORRUPT:
+        if row:
             state.to_write.add(transfer.source)
-        elif row:
-            state.counters["corrupt_blocks"] += 1
-            remove(state, row)
     state.settle(state.dram, transfer.source)
 
 

@@ -29,13 +29,12 @@ _Item = TypeVar("_Item")
 class Copier:
     """Several threads call `run` at once, on jobs that share no slot. `faults` counts what went wrong, by kind and error class."""
 
-    def __init__(self, memory: memoryview, disk: BlockTier, namespaces: Namespaces, *, verify_writes: bool = False) -> None:
-        """`memory`: the dram arena. With `verify_writes`, a block that has a checksum is compared with it on its way down too."""
+    def __init__(self, memory: memoryview, disk: BlockTier, namespaces: Namespaces) -> None:
+        """`memory`: the dram arena."""
         self.faults: Counter[str] = Counter()
         self._memory = memory
         self._disk = disk
         self._namespaces = namespaces
-        self._verify_writes = verify_writes
         self._lock = threading.Lock()
 
     def run(self, job: Job) -> list[Moved]:
@@ -83,12 +82,12 @@ class Copier:
     # ---- down
 
     def _write(self, writes: Sequence[StartWrite]) -> list[Moved]:
+        """A block that has a checksum is compared with it on its way down too: a client may have given a wrong one."""
         results: dict[int, Moved] = {}
         sums: dict[int, tuple[int, int]] = {}
         for write in writes:
-            found = None if write.checksum and not self._verify_writes else self._checksum(write.namespace, write.hash, write.source_units)
-            sums[write.transfer] = write.checksum or found or (0, 0)
-            if write.checksum and found and found != write.checksum:
+            sums[write.transfer] = self._checksum(write.namespace, write.hash, write.source_units)
+            if write.checksum not in (None, sums[write.transfer]):
                 results[write.transfer] = Moved(TransferResult.CORRUPT)
         sound = [write for write in writes if write.transfer not in results]
         for run in _runs(sound, lambda write: write.target_units, self._slot_units):

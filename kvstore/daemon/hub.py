@@ -131,11 +131,13 @@ class Hub:
                 grantee.ended(str(error))
 
     def _log_corruption(self, corrupted: Corrupted) -> None:
+        below = corrupted.tier is not Tier.DRAM
         log.error(
-            "corrupt block %s in %s at unit %d: removed everywhere, its slot is in quarantine",
+            "corrupt block %s in %s at unit %d: removed everywhere, %s",
             corrupted.hash.hex(),
             corrupted.tier.name.lower(),
             corrupted.units,
+            "its slot is in quarantine; check the disk" if below else "a client wrote other bytes than its checksum says",
             extra={"namespace": corrupted.namespace, "story": corrupted.story},
         )
 

@@ -143,7 +143,7 @@ def _sizes(settings: Settings, dram: DramTier, nvme: NvmeTier | None) -> CacheSi
 
 def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier) -> Transfers:
     facts = hub.namespaces.facts
-    copier = Copier(dram.memory, nvme, facts, verify_writes=settings.verify == "read")
+    copier = Copier(dram.memory, nvme, facts)
     limits = MoverLimits(settings.nvme.threads, settings.nvme.queue_depth, nvme.extent_units, settings.nvme.write_bytes_per_s)
     return Transfers(limits, facts, copier, hub.next_writes, hub.transferred)
 
