@@ -48,10 +48,16 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
-        text = record.getMessage().replace("\n", "\\n")
         keys = "".join(f" {key}={value}" for key, value in extras(record).items())
-        line = f"{_utc(record.created)} {record.levelname:<7} {text}{keys}"
+        line = f"{_utc(record.created)} {record.levelname:<7} {_one_line(record.getMessage() + keys)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _one_line(text: str) -> str:
+    """Line ends and other control characters as escapes: clients choose some of the words, and must not write lines of their own."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _utc(seconds: float) -> str:

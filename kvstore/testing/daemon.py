@@ -59,7 +59,7 @@ class DaemonProcess:
 
     def log(self) -> str:
         """All that it has written so far, over restarts."""
-        return self.log_path.read_text() if self.log_path.exists() else ""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def start(self) -> Self:
         """Start it and wait until it is ready. Raises RuntimeError with its log where it does not come up."""
