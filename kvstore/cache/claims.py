@@ -30,7 +30,11 @@ def claim(state: State, request: Claim) -> Claimed | Refused:
     if lease.session != session.id:
         if request.lease in session.leases:
             return Refused("ALREADY_EXISTS", f"lease {request.lease} is already claimed")
+        if full := leases.may_begin(session):
+            return full
         member = lease.namespaces.index(request.namespace)
+        if not leases.may_hold(state, session, [slot for slot in lease.slots[member] if slot > 0]):
+            return Refused("RESOURCE_EXHAUSTED", f"lease {request.lease} is more than this session may hold; raise its limit")
         own = Lease(lease.id, session.id, "", (request.namespace,), [array("i", lease.slots[member])], [lease.generations[member][:]])
         own.granted = len(own)
         session.leases[own.id] = own

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.holders import HOLE, Lease, Session, Transfer
-from kvstore.cache.messages import UNIT_BYTES, EndReason, Granted
+from kvstore.cache.holders import HOLE, Group, Lease, Session, Transfer
+from kvstore.cache.messages import MAX_SESSION_LEASES, MAX_SLOT_HOLDS, UNIT_BYTES, EndReason, Granted, Refused
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
 
@@ -24,6 +24,8 @@ def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, mor
     own = newly = more_units * UNIT_BYTES
     if len(slots):
         ids = np.asarray(slots, np.int32)
+        if session.counts[ids].max() >= MAX_SLOT_HOLDS:
+            return False
         sizes = dram.bytes_of(ids)
         own += int(sizes[session.counts[ids] == 0].sum())
         newly += int(sizes[~dram.held_many(ids)].sum())
@@ -36,6 +38,13 @@ def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, mor
     )
     unheld = dram.capacity_bytes - dram.held_bytes - dram.bytes_in[SlotState.QUARANTINED]
     return not unmet or unheld - newly >= unmet
+
+
+def may_begin(session: Session, group: Group | None = None) -> Refused | None:
+    """Why the session, or its group, may not have another lease; None where it may."""
+    if max(len(session.leases), len(group.leases) if group else 0) < MAX_SESSION_LEASES:
+        return None
+    return Refused("RESOURCE_EXHAUSTED", f"the session or its group has {MAX_SESSION_LEASES} leases, which is the most; release some")
 
 
 def put(state: State, lease: Lease, member: int, position: int, slot: int) -> None:
@@ -103,11 +112,10 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
         tail = np.array(member[keep:], np.int32)
         del member[keep:], generations[keep:]
         lease.pending -= int(np.count_nonzero(tail == 0))
-        held = tail[tail > 0][::-1]
-        while held.size:  # a lease under which one block was committed twice holds its slot twice
-            once, at = np.unique(held, return_index=True)
-            state.unhold_many(session, once)
-            held = np.delete(held, at)
+        # A lease under which one block was committed twice holds its slot twice.
+        slots, times = np.unique(tail[tail > 0], return_counts=True)
+        if slots.size:
+            state.unhold_many(session, slots, times.astype(np.int32))
     lease.granted = min(lease.granted, keep)
     lease.reason = reason
     state.advanced.append(lease)

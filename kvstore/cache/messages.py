@@ -59,6 +59,18 @@ from kvstore.cache.vocabulary import (
     MAX_BLOCKS_PER_BATCH as MAX_BLOCKS_PER_BATCH,
 )
 from kvstore.cache.vocabulary import (
+    MAX_LEASE_BLOCKS as MAX_LEASE_BLOCKS,
+)
+from kvstore.cache.vocabulary import (
+    MAX_SESSION_GROUPS as MAX_SESSION_GROUPS,
+)
+from kvstore.cache.vocabulary import (
+    MAX_SESSION_LEASES as MAX_SESSION_LEASES,
+)
+from kvstore.cache.vocabulary import (
+    MAX_SLOT_HOLDS as MAX_SLOT_HOLDS,
+)
+from kvstore.cache.vocabulary import (
     UNIT_BYTES as UNIT_BYTES,
 )
 from kvstore.cache.vocabulary import (

@@ -105,6 +105,8 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
         return Refused("FAILED_PRECONDITION", f"this session is no member of group {request.group!r}; JoinGroup first")
     if request.lease in session.leases or (group and request.lease in group.leases):
         return Refused("ALREADY_EXISTS", f"lease {request.lease} is in use; choose another id or release it")
+    if full := leases.may_begin(session, group):
+        return full
     empty = [array("i") for _ in members]
     lease = Lease(request.lease, session.id, request.group, members, empty, [array("I") for _ in members], ended=False)
     lease.deadline_at = request.deadline_at

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.cache import leases
 from kvstore.cache.holders import Group, Session
 from kvstore.cache.index import IN_FLIGHT
-from kvstore.cache.messages import UNIT_BYTES, Attach, Done, EndReason, NamespaceSpec, Refused, SessionEnded
+from kvstore.cache.messages import MAX_SESSION_GROUPS, UNIT_BYTES, Attach, Done, EndReason, NamespaceSpec, Refused, SessionEnded
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 
@@ -85,6 +85,9 @@ def join_group(state: State, session_id: int, name: str, namespaces: tuple[int, 
             return Refused("NOT_FOUND", f"namespace {namespace} is not open; call OpenNamespace first")
     if not name or not namespaces or len(set(namespaces)) != len(namespaces):
         return Refused("INVALID_ARGUMENT", "a group needs a name and at least one namespace, each once")
+    mine = sum(session_id in group.sessions for group in state.groups.values())
+    if mine >= MAX_SESSION_GROUPS and group_of(state, session, name) is None:
+        return Refused("RESOURCE_EXHAUSTED", f"the session is a member of {mine} groups, which is the most; use another session")
     group = state.groups.setdefault((session.tenant, name), Group(name, session.tenant, namespaces))
     if group.namespaces != namespaces:
         return Refused("FAILED_PRECONDITION", f"group {name!r} has the members {group.namespaces}, in this order; use them or another name")

@@ -208,12 +208,12 @@ class SlotTable:
         """The size of each slot. [n]"""
         return self.extent_slot_units[self.units[slots] // self.extent_units].astype(np.int64) * UNIT_BYTES
 
-    def hold_many(self, slots: SlotIds, change: int) -> None:
+    def hold_many(self, slots: SlotIds, change: int | SlotIds) -> None:
         """`hold` for many distinct slots."""
         before = self.held_many(slots)
         self.holds[slots] += change
-        changed = self.held_many(slots) != before
-        self.held_bytes += (1 if change > 0 else -1) * int(self.bytes_of(slots[changed]).sum())
+        change_of_state = self.held_many(slots).astype(np.int64) - before
+        self.held_bytes += int((self.bytes_of(slots) * change_of_state).sum())
 
     def become(self, slot: int, state: SlotState) -> None:
         """Move a slot from its state to another; a FREE one goes back on the stack."""

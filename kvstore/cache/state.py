@@ -159,11 +159,11 @@ class State:
         if session is not None:
             self.count_many(session, slots, 1)
 
-    def unhold_many(self, session: Session | None, slots: SlotIds) -> None:
-        """`unhold_for` for distinct slots."""
+    def unhold_many(self, session: Session | None, slots: SlotIds, times: int | SlotIds = 1) -> None:
+        """`unhold_for` for distinct slots, for each so many times."""
         if session is not None:
-            self.count_many(session, slots, -1)
-        self.dram.hold_many(slots, -1)
+            self.count_many(session, slots, -times)
+        self.dram.hold_many(slots, -times)
         doomed = self.dram.state[slots] == SlotState.DOOMED
         for slot in slots[doomed].tolist():
             self.settle(self.dram, slot)
@@ -186,12 +186,13 @@ class State:
         for candidates, mine in self.by_size(tier, slots):
             candidates.used_many(mine)
 
-    def count_many(self, session: Session, slots: SlotIds, change: int) -> None:
+    def count_many(self, session: Session, slots: SlotIds, change: int | SlotIds) -> None:
         """`count_for` for distinct slots."""
-        before = session.counts[slots]
-        session.counts[slots] = before + np.uint16(1) if change > 0 else before - np.uint16(1)
-        turned = slots[before == (0 if change > 0 else 1)]
-        session.held_bytes += change * int(self.dram.bytes_of(turned).sum())
+        before = session.counts[slots].astype(np.int32)
+        after = before + change
+        session.counts[slots] = after
+        turned = slots[(before == 0) | (after == 0)]
+        session.held_bytes += int((self.dram.bytes_of(slots) * ((after > 0).astype(np.int64) - (before > 0))).sum())
         self._marks.setdefault(session.id, set()).update(turned.tolist())
 
     def count_for(self, session: Session, slot: int, change: int) -> None:

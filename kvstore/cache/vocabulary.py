@@ -14,6 +14,10 @@ Units = NDArray[np.uint32]
 UNIT_BYTES = 4096  # a slot's alignment: one page, and O_DIRECT's strictest common block size
 HASH_BYTES = 32  # SHA-256
 MAX_BLOCKS_PER_BATCH = 8192  # 256 KiB of hashes: a 131,072-token prompt in blocks of 16
+MAX_LEASE_BLOCKS = 131_072  # blocks under one lease: two million tokens in blocks of 16
+MAX_SESSION_LEASES = 16_384  # leases of one session: a few for each of a thousand sequences, and some MB of the daemon's memory
+MAX_SESSION_GROUPS = 16  # groups that one session is a member of: an engine needs one, or two
+MAX_SLOT_HOLDS = 65_535  # holds of one session on one slot: what its 16 bits count
 
 
 def unpack_hashes(packed: bytes) -> Hashes:

@@ -11,6 +11,7 @@ from kvstore.cache.fresh import commit_fresh_chain, reserve_new_keys
 from kvstore.cache.holders import HOLE, Lease, Session
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import (
+    MAX_LEASE_BLOCKS,
     Abandon,
     BlockOutcome,
     Commit,
@@ -155,12 +156,16 @@ def commit(state: State, request: Commit) -> Committed | Refused:
 def _lease_for(session: Session, request: Commit) -> Lease | Refused:
     lease = session.leases.get(request.lease)
     if lease is None:
+        if full := leases.may_begin(session):
+            return full
         lease = Lease(request.lease, session.id, "", (request.namespace,), [array("i")], [array("I")])
         session.leases[lease.id] = lease
     if lease.namespaces != (request.namespace,):
         return Refused("INVALID_ARGUMENT", f"lease {lease.id} is about other namespaces; commit under a lease of this namespace alone")
     if not lease.ended:
         return Refused("FAILED_PRECONDITION", f"lease {lease.id} is still being granted; commit after its last grant")
+    if len(lease) + len(request.hashes) > MAX_LEASE_BLOCKS:
+        return Refused("OUT_OF_RANGE", f"lease {lease.id} would have more than {MAX_LEASE_BLOCKS} blocks; begin another")
     return lease
 
 
