@@ -78,6 +78,7 @@ class ArenaFile:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if self.reused else os.O_CREAT | os.O_TRUNC)
         fd = os.open(place, flags, FILE_MODE)
         try:
+            self._inode = os.fstat(fd).st_ino
             self._map(fd, path.parent.parent)
             if not self.reused:
                 self._header["magic"], self._header["header_bytes"] = MAGIC, shape.header_bytes
@@ -97,6 +98,13 @@ class ArenaFile:
     def identity(self) -> str:
         """Of this file: differs from that of any other arena there was."""
         return bytes(self._header["identity"]).decode()
+
+    def in_place(self, path: Path) -> bool:
+        """Whether `path` is still this file, so that others can map it."""
+        try:
+            return os.stat(path).st_ino == self._inode
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Unmap, as soon as nobody has a view any more."""

@@ -26,9 +26,7 @@ from kvstore.tiers.direct_io import check_range
 from kvstore.tiers.health import HealthRecord
 from kvstore.tiers.owner_lock import OwnerLock
 from kvstore.tiers.prefault import Prefault
-from kvstore.tiers.session_files import SessionFile, surviving
-
-DIRECTORY_MODE = 0o750  # the trust domain's group looks things up; only the daemon makes them
+from kvstore.tiers.session_files import DIRECTORY_MODE, SessionFile, surviving
 
 
 @dataclass(frozen=True)
@@ -133,6 +131,8 @@ class DramTier:
         """See `ByteTier.health`."""
         if self._prefault.failure:
             self._health.failed("prefault", f"dram arena: {self._prefault.failure} while taking memory; set a smaller --dram-bytes")
+        if self._open and not self._file.in_place(self.path):
+            self._health.failed("file", f"{self.path}: deleted; whoever has mapped it goes on, others read over gRPC until a restart")
         return self._health.health()
 
     def close(self) -> None:

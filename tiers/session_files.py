@@ -23,6 +23,7 @@ MAGIC = b"kvstore session1"  # the number rises when the layout changes
 BITS_OFFSET_BYTES = 4096  # one page for the header, so that the bits begin one
 PAGE_BYTES = 4096  # bytes: what a tmpfs takes memory by
 FILE_MODE = 0o660  # the client locks it
+DIRECTORY_MODE = 0o750  # the trust domain's group looks things up; only the daemon makes them
 HEADER = np.dtype([("magic", "S16"), ("session", "<u8"), ("units", "<u8"), ("arena", "S32")])
 
 
@@ -43,21 +44,25 @@ class SessionFile:
 
     @classmethod
     def create(cls, directory: Path, session: int, arena_identity: str, arena_units: int) -> SessionFile:
-        """A new file; nothing is marked, nobody has locked it. Its name is unique among all runs of the daemon."""
+        """A new file; nothing is marked, nobody has locked it. Its name is unique among all runs of the daemon.
+
+        Raises ResourceExhausted where there is no room for it, or no descriptor.
+        """
         path = directory / f"{session}-{os.urandom(6).hex()}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-        os.fchmod(fd, FILE_MODE)
         header = np.zeros(1, HEADER)
         header[0] = (MAGIC, session, arena_units, arena_identity.encode())
+        fd = -1
         try:
+            fd = _made(path)
             os.posix_fallocate(fd, 0, BITS_OFFSET_BYTES)
             os.ftruncate(fd, _file_bytes(arena_units))
             os.pwrite(fd, header.tobytes(), 0)
+            return cls(path, fd)
         except OSError as error:
-            os.close(fd)
-            path.unlink()
-            raise ResourceExhausted(f"{path}: {error.strerror}; the arena's file system has no room for another session") from error
-        return cls(path, fd)
+            if fd >= 0:
+                os.close(fd)
+                path.unlink(missing_ok=True)
+            raise ResourceExhausted(f"session file {path}: {error.strerror}; free some room, or raise the limit on open files") from error
 
     def mark(self, granted: Units, withdrawn: Units) -> None:
         """Slots, by their first unit, that the process may touch from now on, or no more. Raises ResourceExhausted, with nothing marked."""
@@ -103,6 +108,18 @@ class SessionFile:
             except OSError as error:
                 raise ResourceExhausted(f"{self.path}: {error.strerror}; make the arena smaller than its file system") from error
             self._taken[page] = True
+
+
+def _made(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, FILE_MODE)
+    except FileNotFoundError:  # somebody has deleted the directory: what is mapped works on, and sessions can still begin
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        fd = os.open(path, flags, FILE_MODE)
+    os.fchmod(fd, FILE_MODE)
+    return fd
 
 
 def surviving(directory: Path, arena_identity: str) -> list[SessionFile]:

@@ -45,6 +45,7 @@ WINDOW_BYTES = 64 * 2**20  # 64 MiB leased at once for one reader, so that a slo
 MIN_WINDOW_BLOCKS = 4  # so that reads from the disk overlap with sending
 GRANT_GRACE_S = 5.0  # seconds past a lease's own deadline: its last grant comes with the next tick
 HOLE = -1  # in the place of units: the namespace does not keep this block
+PIECE_TIMEOUT_S = 30.0  # seconds for a client to send, or take, one piece: a slow network moves one in a second
 COPY_THREADS = 2  # threads: memcpy from two cores fills what a network takes
 
 T = TypeVar("T")
@@ -165,8 +166,10 @@ class ByteCalls:
     async def write(self, pieces: AsyncIterator[pb.BlockBytes], find: Callable[[pb.BlockBytes], KnownNamespace]) -> bytes:
         """Store blocks as they arrive; one outcome a block, NONE after the first that could not be stored.
 
-        `find` answers a piece's namespace, or raises. Raises InvalidArgument for pieces out of order, Corruption for a wrong checksum.
+        `find` answers a piece's namespace, or raises. Raises InvalidArgument for pieces out of order, Corruption for a wrong checksum,
+        DeadlineExceeded where the next piece does not come: a slot is not kept for a client that has stopped.
         """
+        pieces = _in_time(pieces)
         outcomes = bytearray()
         stopped = False
         while (first := await anext(pieces, None)) is not None:
@@ -234,6 +237,19 @@ class ByteCalls:
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
+
+
+async def _in_time(pieces: AsyncIterator[pb.BlockBytes]) -> AsyncIterator[pb.BlockBytes]:
+    """Each piece as it comes. Raises DeadlineExceeded."""
+    while True:
+        try:
+            async with asyncio.timeout(PIECE_TIMEOUT_S):
+                piece = await anext(pieces, None)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"no piece came for {PIECE_TIMEOUT_S:g} s; send the block again") from None
+        if piece is None:
+            return
+        yield piece
 
 
 class _Incoming:
