@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvstore.cache import leases
+from kvstore.cache import checking, leases
 from kvstore.cache.holders import Transfer, TransferKind
-from kvstore.cache.index import HAS_CHECKSUM
-from kvstore.cache.messages import ClearFinished, Corrupted, EndReason, NoticeKind, StartDelete, Tier, TransferDone, TransferResult
+from kvstore.cache.messages import ClearFinished, EndReason, FoundBy, NoticeKind, StartDelete, Tier, TransferDone, TransferResult
 from kvstore.cache.moving import remove
-from kvstore.cache.slots import SUSPECT, SlotState
+from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 
 WRITE_PAUSE_S = 1.0  # after a failed write nvme is left alone for so long, then tried again
@@ -25,6 +24,10 @@ def transfer_done(state: State, report: TransferDone) -> None:
             _written(state, transfer, report)
         case TransferKind.READ:
             _read(state, transfer, report)
+        case TransferKind.VERIFY:
+            checking.verified(state, transfer, report)
+        case TransferKind.SCRUB:
+            checking.scrubbed(state, transfer, report)
     for clear, waits in list(state.clears.items()):
         if transfer.id not in waits or transfer.id in state.transfers:
             continue
@@ -48,62 +51,29 @@ def _read(state: State, transfer: Transfer, report: TransferDone) -> None:
         state.policies[Tier.DRAM].inserted(slot)
         state.counters["promoted"] += 1
         state.notice(NoticeKind.STORED, Tier.DRAM, row)
-        waiters, transfer.waiters = transfer.waiters, []
-        for lease, member, position in waiters:
-            leases.load_ready(state, lease, member, position, slot)
+        leases.hand_out(state, transfer, slot)
         state.expose(Tier.DRAM, slot)
         state.settle(nvme, transfer.source)
         return
     state.dram.become(slot, SlotState.FREE)
     leases.fail_waiters(state, transfer, EndReason.FAILED)
-    if row:
-        _drop_unreadable(state, transfer, row, report.result)
-    else:
-        state.settle(nvme, transfer.source)
-
-
-def _drop_unreadable(state: State, transfer: Transfer, row: int, result: TransferResult) -> None:
-    """A block that nvme cannot give back is gone from every tier. Wrong bytes quarantine the slot, unless a write may have been torn."""
-    nvme = state.tables[Tier.NVME]
-    corrupt = result is TransferResult.CORRUPT
-    if corrupt:
-        _tell_corruption(state, row, Tier.NVME, transfer.source)
-    else:
+    if row and report.result is TransferResult.CORRUPT:
+        checking.drop_wrong(state, row, nvme, transfer.source, FoundBy.PROMOTION)
+    elif row:
         state.counters["unreadable_blocks"] += 1
-    suspect = nvme.flags_at[transfer.source] & SUSPECT
-    nvme.busy(transfer.source, 1)  # keeps the slot until it is known what becomes of it
-    remove(state, row)
-    nvme.busy(transfer.source, -1)
-    if corrupt and not suspect:
-        nvme.become(transfer.source, SlotState.QUARANTINED)
-        _quarantine(state, transfer.source)
+        remove(state, row)
     else:
         state.settle(nvme, transfer.source)
-
-
-def _tell_corruption(state: State, row: int, tier: Tier, slot: int) -> None:
-    state.counters["corrupt_blocks"] += 1
-    where, story = state.tables[tier].units_at[slot], state.story.of(state.index.word(row))
-    state.decide(Corrupted(state.index.namespace_at[row], state.index.hash_bytes(row), tier, where, story))
-
-
-def _quarantine(state: State, slot: int) -> None:
-    nvme = state.tables[Tier.NVME]
-    nvme.busy(slot, 1)
-    transfer = state.new_transfer(TransferKind.DELETE, 0)
-    transfer.deleting, transfer.quarantine = (slot,), True
-    state.decide(StartDelete(transfer.id, nvme.units[[slot]], quarantine=True))
 
 
 def _written(state: State, transfer: Transfer, report: TransferDone) -> None:
-    row, nvme = transfer.row, state.tables[Tier.NVME]
+    row, nvme, result = transfer.row, state.tables[Tier.NVME], report.result
     state.dram.busy(transfer.source, -1)
     nvme.busy(transfer.target, -1)
     if row:
         del state.writing[row]
-    if row and report.result is TransferResult.OK and report.checksum is not None:
-        state.index.checksum[row] = report.checksum
-        state.index.flags_at[row] |= HAS_CHECKSUM
+        result = checking.outcome(state, row, report)
+    if row and result is TransferResult.OK:
         state.index.place(Tier.NVME, row, transfer.target)
         nvme.row_at[transfer.target] = row
         nvme.become(transfer.target, SlotState.LIVE)
@@ -114,11 +84,10 @@ def _written(state: State, transfer: Transfer, report: TransferDone) -> None:
     else:  # its record may or may not be there: it is deleted before the slot is used again
         nvme.become(transfer.target, SlotState.DOOMED)
         state.settle(nvme, transfer.target)
-    if report.result is TransferResult.CORRUPT:  # not the disk's fault: in dram lie other bytes than the checksum says
+    if result is TransferResult.CORRUPT:
         if row:
-            _tell_corruption(state, row, Tier.DRAM, transfer.source)
-            remove(state, row)
-    elif report.result is not TransferResult.OK:
+            checking.drop_wrong(state, row, state.dram, transfer.source, FoundBy.DEMOTION)
+    elif result is not TransferResult.OK:
         state.counters["failed_writes"] += 1
         state.writes_paused_until = state.now + WRITE_PAUSE_S
         if row:

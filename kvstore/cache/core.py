@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import claims, completions, hints, invariants, moving, reading, recovery, sessions, writing
+from kvstore.cache import checking, claims, completions, hints, invariants, moving, reading, recovery, sessions, writing
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.messages import (
     Abandon,
@@ -32,6 +32,7 @@ from kvstore.cache.messages import (
     Release,
     Reserve,
     Reserved,
+    StartVerify,
     StartWrite,
     Tier,
     TransferDone,
@@ -73,6 +74,8 @@ class CacheStats:
     waiting_writes: int
     transfers: int
     counters: dict[str, int]
+    scrub_passes: int = 0
+    scrub_pass_s: float = 0.0  # what the last whole pass of the background check took
 
 
 class Cache:
@@ -163,6 +166,14 @@ class Cache:
         """Blocks to copy down now; call when the mover has room. Drain afterwards."""
         return moving.next_writes(self.state, limit)
 
+    def next_sums(self, limit_bytes: int) -> list[StartVerify]:
+        """With verify = read: blocks whose first checksum is to be taken now, about so many bytes; call when the mover has room."""
+        return checking.next_sums(self.state, limit_bytes)
+
+    def next_scrubs(self, limit_bytes: int) -> list[StartVerify]:
+        """Blocks to look at in the background, about so many bytes; call when there is nothing else to do."""
+        return checking.next_scrubs(self.state, limit_bytes)
+
     def tick(self, now: float) -> None:
         """Deadlines, silence, second tries. About ten times a second."""
         previous = self._ticked_at if self._ticked_at is not None else now
@@ -214,7 +225,15 @@ class Cache:
             SessionFigures(s.id, s.tenant, s.held_bytes, len(s.leases), len(s.reserved), s.ended) for s in state.sessions.values()
         )
         return CacheStats(
-            tiers, figures, state.index.capacity, state.index.used, len(state.to_write), len(state.transfers), dict(state.counters)
+            tiers,
+            figures,
+            state.index.capacity,
+            state.index.used,
+            len(state.to_write),
+            len(state.transfers),
+            dict(state.counters),
+            state.scrub.passes,
+            state.scrub.last_pass_s,
         )
 
     def check(self) -> list[str]:

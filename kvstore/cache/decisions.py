@@ -52,6 +52,18 @@ class StartWrite:
 
 
 @dataclass(frozen=True)
+class StartVerify:
+    """Take the checksum of a block where it lies, and compare it with `checksum`; None: there is none to compare with yet."""
+
+    transfer: int
+    namespace: int
+    hash: bytes
+    tier: Tier
+    units: int
+    checksum: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class StartDelete:
     """Overwrite the records of these nvme slots; they are reusable when that is done."""
 
@@ -104,14 +116,29 @@ class Notice:
     parents: bytes = b""
 
 
+class FoundBy(StrEnum):
+    """Where wrong bytes were noticed."""
+
+    PROMOTION = "promotion"
+    DEMOTION = "demotion"
+    READ = "read"  # on a hit in dram, or when its checksum was taken
+    SCRUB = "scrub"  # by the background check
+
+
 @dataclass(frozen=True)
 class Corrupted:
-    """A medium returned wrong bytes; the block is gone from every tier. For the log and the counter."""
+    """A block's bytes were not what its checksum says; it is gone from every tier. For the log and the counter.
+
+    `quarantine`: the medium is to blame, and the slot is not used again. If not: a crash may have cut a write short, or a client gave a
+    wrong checksum.
+    """
 
     namespace: int
     hash: bytes
     tier: Tier
     units: int
+    found_by: FoundBy
+    quarantine: bool
     story: str = ""
 
 
@@ -122,4 +149,5 @@ class ClearFinished:
     clear: int
 
 
-Decision = Granted | StartRead | StartWrite | StartDelete | AssignExtent | Mark | SessionEnded | Notice | Corrupted | ClearFinished
+Start = StartRead | StartWrite | StartVerify | StartDelete
+Decision = Granted | Start | AssignExtent | Mark | SessionEnded | Notice | Corrupted | ClearFinished

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.cache.holders import Lease, Session
-from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT, Rows
+from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT, Rows
 from kvstore.cache.leases import may_hold
 from kvstore.cache.messages import BlockOutcome, Commit, Hashes, Reserve, Reserved, Tier, pack_hashes
 from kvstore.cache.moving import ghost, make_room
@@ -26,7 +26,7 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     rows = index.find(request.namespace, request.hashes)
     above = ghost(state, request.namespace, request.parents[0].tobytes())
     if rows.any():  # reserved by name
-        index.flags[rows] &= ~np.uint8(IN_FLIGHT | HAS_CHECKSUM)
+        index.flags[rows] &= ~np.uint8(IN_FLIGHT | CHECKSUM_FLAGS)
         for row in rows.tolist():
             del state.writers[row]
     else:
@@ -37,7 +37,7 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     index.children_at[Tier.DRAM][above] += 1
     if request.checksums is not None:
         index.checksum[rows] = request.checksums
-        index.flags[rows] |= HAS_CHECKSUM
+        index.flags[rows] |= CHECKSUM_FLAGS
     dram.row[slots] = rows
     dram.holds[slots] += 1  # held before, as reserved, and held now
     dram.move_many(slots, SlotState.RESERVED, SlotState.LIVE)
@@ -134,3 +134,5 @@ def _tell(state: State, request: Commit, slots: SlotIds) -> None:
     state.counters["committed"] += len(slots)
     if state.nvme is not None and state.sizes.nvme_write == "through":
         state.to_write.add_many(slots)
+    if state.verifies_hits:
+        state.to_sum.add_many(slots)

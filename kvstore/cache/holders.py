@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvstore.cache.vocabulary import EndReason, Hashes, Priority
+from kvstore.cache.vocabulary import EndReason, Hashes, Priority, Tier
 
 HOLE = -1  # not a count: in a lease, a position for which this member has, or needs, no slot
 
@@ -65,11 +65,16 @@ class TransferKind(StrEnum):
     READ = "read"  # nvme to dram
     WRITE = "write"  # dram to nvme
     DELETE = "delete"  # records on nvme
+    VERIFY = "verify"  # of a block in dram, which it keeps there meanwhile
+    SCRUB = "scrub"  # of a block in any tier; it holds nothing, and counts only if the slot has not changed hands meanwhile
 
 
 @dataclass
 class Transfer:
-    """One copy of one block between two tiers, or the deletion of records. `row` becomes 0 when the block is removed meanwhile."""
+    """Byte work on one block (or the deletion of records): a copy between two tiers, or a look at it in one.
+
+    `row` becomes 0 when the block is removed meanwhile; not that of a SCRUB.
+    """
 
     id: int
     kind: TransferKind
@@ -80,3 +85,5 @@ class Transfer:
     waiters: list[tuple[Lease, int, int]] = field(default_factory=list)  # (lease, member, position)
     deleting: tuple[int, ...] = ()
     quarantine: bool = False
+    tier: Tier = Tier.DRAM  # of a VERIFY or SCRUB
+    generation: int = 0  # of the slot that a SCRUB looks at

@@ -18,6 +18,8 @@ Rows = NDArray[np.int32]
 IN_FLIGHT = 1  # flag: a named reservation holds this key
 PINNED = 2  # flag: an operator wants it kept
 HAS_CHECKSUM = 4  # flag: `checksum` is known
+GIVEN = 8  # flag: it is a client's word, with which the bytes have not been compared yet
+CHECKSUM_FLAGS = HAS_CHECKSUM | GIVEN  # flags: those of a checksum that came with a commit
 
 _MASK64 = (1 << 64) - 1  # bits: arithmetic of C's uint64 in Python's integers
 

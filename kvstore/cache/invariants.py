@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.cache.holders import Lease, TransferKind
 from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, Tier
-from kvstore.cache.slots import QUEUED, SlotState, SlotTable
+from kvstore.cache.slots import QUEUED, SUM_QUEUED, WRONG, SlotState, SlotTable
 from kvstore.cache.state import State
 
 Rule = Callable[[State], Iterator[str]]
@@ -60,15 +60,23 @@ def visible_after_stored(state: State) -> Iterator[str]:
 def never_wrong(state: State) -> Iterator[str]:
     """What is below dram can be verified; what returned wrong bytes is out of use."""
     index = state.index
-    if Tier.NVME not in state.tables:
-        return
-    rows = np.flatnonzero(index.slot[Tier.NVME])
+    rows = np.flatnonzero(index.slot[Tier.NVME]) if Tier.NVME in state.tables else np.zeros(0, np.intp)
     for row in rows[(index.flags[rows] & HAS_CHECKSUM) == 0].tolist():
         yield f"row {row} is on nvme without a checksum"
     for tier, table in state.tables.items():
         for slot in np.flatnonzero(table.state == SlotState.QUARANTINED).tolist():
             if table.row_at[slot]:
                 yield f"quarantined {tier.name} slot {slot} still has row {table.row_at[slot]}"
+        for slot in np.flatnonzero(table.flags & WRONG).tolist():
+            if table.state_at[slot] not in (SlotState.DOOMED, SlotState.QUARANTINED):
+                yield f"{tier.name} slot {slot} returned wrong bytes and is {SlotState(table.state_at[slot]).name}"
+    for row, transfer in state.verifying.items():
+        if transfer.row != row or index.slot_at[Tier.DRAM][row] != transfer.source:
+            yield f"slot {transfer.source} is verified for row {row}, which is elsewhere"
+    looking = {transfer.id for transfer in state.verifying.values()}
+    for transfer in state.transfers.values():
+        if transfer.kind is TransferKind.VERIFY and transfer.row and transfer.id not in looking:
+            yield f"transfer {transfer.id} verifies row {transfer.row}, and nobody would find it"
 
 
 def leased_stays(state: State) -> Iterator[str]:
@@ -78,6 +86,11 @@ def leased_stays(state: State) -> Iterator[str]:
     for transfer in state.transfers.values():
         if transfer.kind is TransferKind.DELETE:
             transfers[Tier.NVME].update(transfer.deleting)
+            continue
+        if transfer.kind is TransferKind.VERIFY:
+            transfers[Tier.DRAM][transfer.source] += 1
+            continue
+        if transfer.kind is TransferKind.SCRUB:  # holds nothing
             continue
         down = transfer.kind is TransferKind.WRITE
         transfers[Tier.DRAM if down else Tier.NVME][transfer.source] += 1
@@ -166,9 +179,10 @@ def bounded(state: State) -> Iterator[str]:
         yield f"{state.index.used} rows of {state.index.capacity} are used"
     if len(state.sessions) > state.sizes.max_sessions:
         yield f"{len(state.sessions)} sessions, {state.sizes.max_sessions} allowed"
-    queued = int(np.count_nonzero(state.dram.flags & QUEUED))
-    if queued != len(state.to_write):
-        yield f"{len(state.to_write)} writes are queued, {queued} slots say so"
+    for flag, what, queue in ((QUEUED, "writes", state.to_write), (SUM_QUEUED, "sums", state.to_sum)):
+        queued = int(np.count_nonzero(state.dram.flags & flag))
+        if queued != len(queue):
+            yield f"{len(queue)} {what} are queued, {queued} slots say so"
     for session in state.sessions.values():
         if session.limit_bytes and session.held_bytes > session.limit_bytes:
             yield f"session {session.id} holds {session.held_bytes} bytes of {session.limit_bytes}"

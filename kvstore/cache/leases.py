@@ -18,10 +18,14 @@ def holder(state: State, lease: Lease) -> Session | None:
     return state.sessions.get(lease.session)
 
 
-def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, more_units: int = 0) -> bool:
-    """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones."""
+def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, more_units: int = 0, held_bytes: int = 0) -> bool:
+    """Whether the session's limit and the others' guarantees allow it to hold these slots and `more_units` of new ones.
+
+    `held_bytes`: and so much that is held already, but not by this session.
+    """
     dram = state.dram
-    own = newly = more_units * UNIT_BYTES
+    newly = more_units * UNIT_BYTES
+    own = newly + held_bytes
     if len(slots):
         ids = np.asarray(slots, np.int32)
         if session.counts[ids].max() >= MAX_SLOT_HOLDS:
@@ -83,6 +87,13 @@ def load_ready(state: State, lease: Lease, member: int, position: int, slot: int
         put(state, lease, member, position, slot)
         lease.pending -= 1
         state.advanced.append(lease)
+
+
+def hand_out(state: State, transfer: Transfer, slot: int) -> None:
+    """A block is in dram and right: every lease that waits for it gets it."""
+    waiters, transfer.waiters = transfer.waiters, []
+    for lease, member, position in waiters:
+        load_ready(state, lease, member, position, slot)
 
 
 def fail_waiters(state: State, transfer: Transfer, reason: EndReason) -> None:

@@ -26,6 +26,9 @@ from kvstore.cache.decisions import (
     Decision as Decision,
 )
 from kvstore.cache.decisions import (
+    FoundBy as FoundBy,
+)
+from kvstore.cache.decisions import (
     Granted as Granted,
 )
 from kvstore.cache.decisions import (
@@ -45,6 +48,9 @@ from kvstore.cache.decisions import (
 )
 from kvstore.cache.decisions import (
     StartRead as StartRead,
+)
+from kvstore.cache.decisions import (
+    StartVerify as StartVerify,
 )
 from kvstore.cache.decisions import (
     StartWrite as StartWrite,
@@ -198,7 +204,7 @@ class Release:
 
 @dataclass(frozen=True)
 class TransferDone:
-    """The mover's report on one transfer. `checksum` (low, high) of the bytes moved, where it was computed."""
+    """The mover's report on one transfer. `checksum` (low, high) of the bytes moved or looked at, where it was computed."""
 
     transfer: int
     result: TransferResult

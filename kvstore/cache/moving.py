@@ -15,9 +15,9 @@ import numpy as np
 from kvstore.cache import leases
 from kvstore.cache.eviction.candidates import Candidates
 from kvstore.cache.holders import TransferKind
-from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
+from kvstore.cache.index import CHECKSUM_FLAGS, HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, AssignExtent, EndReason, NoticeKind, StartWrite, Tier
-from kvstore.cache.slots import DIRTY, SlotIds, SlotState, SlotTable
+from kvstore.cache.slots import DIRTY, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
 CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
@@ -102,14 +102,14 @@ def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
     state.policies[tier].left(slot)
     index.displace(tier, row)
     table.row_at[slot] = 0
-    table.flags_at[slot] &= ~DIRTY
+    table.flags_at[slot] &= ~(DIRTY | UNSUMMED)
     if tier is Tier.NVME:
         table.become(slot, SlotState.DOOMED)
         state.settle(table, slot)
     elif table.is_held(slot):
         table.become(slot, SlotState.DOOMED)
     else:
-        table.become(slot, SlotState.FREE)
+        table.become(slot, SlotState.QUARANTINED if table.flags_at[slot] & WRONG else SlotState.FREE)
     if parent and (above := index.slot_at[tier][parent]):
         state.expose(tier, above)
 
@@ -118,7 +118,7 @@ def remove(state: State, row: int) -> int:
     """Take a block out of every tier by force; held slots become doomed. Its descendants go first in line. Returns tiers left."""
     index = state.index
     left = 0
-    for transfers in (state.reading, state.writing):
+    for transfers in (state.reading, state.writing, state.verifying):
         if transfer := transfers.pop(row, None):
             transfer.row = 0
             leases.fail_waiters(state, transfer, EndReason.FAILED)
@@ -126,7 +126,7 @@ def remove(state: State, row: int) -> int:
         if slot := index.slot_at[tier][row]:
             _leave_tier(state, tier, row, slot)
             left += 1
-    index.flags_at[row] &= ~HAS_CHECKSUM
+    index.flags_at[row] &= ~CHECKSUM_FLAGS
     _descendants_first(state, row)
     index.drop_if_empty(row)
     return left

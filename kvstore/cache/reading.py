@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache import leases
+from kvstore.cache.checking import start_verify
 from kvstore.cache.holders import HOLE, Lease, Session, Transfer, TransferKind
 from kvstore.cache.index import Rows
 from kvstore.cache.messages import (
@@ -25,10 +27,21 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.moving import is_in_flight, make_room
 from kvstore.cache.sessions import group_of, open_session
-from kvstore.cache.slots import SlotState
+from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
 
 NOT_NEEDED = 255  # a tier code: this member keeps only a window, and the block lies before it
+
+
+@dataclass(frozen=True)
+class Again:
+    """What is known when a lease is planned a second time: the dram slots that it had been given, and whether it may still wait."""
+
+    verified: SlotIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    may_wait: bool = True
+
+
+FIRST = Again()
 
 
 def complete_prefix(present: list[NDArray[np.bool_]], keeps: list[Keep]) -> int:
@@ -118,11 +131,11 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
     return Acquired(lease.id, len(lease), lease.reason)
 
 
-def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: int, loads: bool = True) -> None:
+def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: int, again: Again = FIRST) -> None:
     """Fill an empty lease: hold what is in dram, take slots for what must come up; shorten until all of it fits."""
     rows = [state.index.find(member, hashes) for member in lease.namespaces]
     keeps = [state.keep(member) for member in lease.namespaces]
-    present = [_present(state, mine) if loads else state.index.slot[Tier.DRAM][mine] > 0 for mine in rows]
+    present = [_present(state, mine) if again.may_wait else _ready(state, mine, again) for mine in rows]
     for mine, has in zip(rows, present, strict=True):
         has &= _first_time(mine)
     length = complete_prefix(present, keeps)
@@ -132,7 +145,7 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
             holes = keep.first_needed(length)
             slots.extend([HOLE] * holes + [0] * (length - holes))
             generations.extend([0] * length)
-        reached, why, targets = _take(state, session, lease, rows, length)
+        reached, why, targets = _take(state, session, lease, rows, length, again)
         if reached == length:
             break
         for _, _, slot in targets:
@@ -145,20 +158,32 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
     lease.hashes = hashes if lease.whole and lease.pending else None
     for member, position, slot in targets:
         start_read(state, int(rows[member][position]), slot, Priority.DEMAND, lease.deadline_at)
-    _wait_for_loads(state, lease, rows)
+    _wait(state, lease, rows)
     state.advanced.append(lease)
 
 
-def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length: int) -> tuple[int, EndReason, list[tuple[int, int, int]]]:
+def _ready(state: State, rows: Rows, again: Again) -> NDArray[np.bool_]:
+    """Which blocks can be had without waiting."""
+    slots = state.index.slot[Tier.DRAM][rows]
+    return np.isin(slots, again.verified) & (slots > 0) if state.verifies_hits else slots > 0
+
+
+def _take(
+    state: State, session: Session, lease: Lease, rows: list[Rows], length: int, again: Again
+) -> tuple[int, EndReason, list[tuple[int, int, int]]]:
     """Hold dram copies first, so that making room cannot take them; then a target slot for each load that nobody has begun."""
     in_dram = [
         np.where(np.frombuffer(slots, np.int32) == 0, state.index.slot[Tier.DRAM][mine[:length]], 0)
         for mine, slots in zip(rows, lease.slots, strict=True)
     ]
     affordable = _affordable(state, session, in_dram, length)
+    unsure_bytes = 0  # of dram copies that will be the session's when they are verified
     for member, held in enumerate(in_dram):
-        here = np.flatnonzero(held[:affordable])
-        leases.put_many(state, lease, member, here, held[here])
+        here = sure = np.flatnonzero(held[:affordable])
+        if state.verifies_hits:
+            sure, new_bytes = _verify(state, session, rows[member], held, here, again)
+            unsure_bytes += new_bytes
+        leases.put_many(state, lease, member, sure, held[sure])
         use_many(state, rows[member][here])
     if affordable < length:
         return affordable, EndReason.LIMIT, []
@@ -169,15 +194,31 @@ def _take(state: State, session: Session, lease: Lease, rows: list[Rows], length
             if slots[position]:
                 continue
             slot_units = state.spec(lease.namespaces[member]).slot_units
-            coming += slot_units
             row = int(rows[member][position])
+            if row in state.verifying:
+                continue
+            coming += slot_units
             if row in state.reading:
                 continue
-            got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.FILLING) if leases.may_hold(state, session, [], coming) else []
+            affords = leases.may_hold(state, session, [], coming, unsure_bytes)
+            got = make_room(state, Tier.DRAM, slot_units, 1, SlotState.FILLING) if affords else []
             if not got:
                 return position, EndReason.NO_ROOM, targets
             targets.append((member, position, got[0]))
     return length, EndReason.COMPLETE, targets
+
+
+def _verify(
+    state: State, session: Session, rows: Rows, slots: SlotIds, here: NDArray[np.intp], again: Again
+) -> tuple[NDArray[np.intp], int]:
+    """See to it that dram copies are verified: the positions of those that are, and the bytes of the others that are new to the session."""
+    known = np.isin(slots[here], again.verified)
+    unsure = here[~known]
+    for row in rows[unsure].tolist():
+        if row not in state.verifying:
+            state.decide(start_verify(state, row))
+    new = slots[unsure][session.counts[slots[unsure]] == 0]
+    return here[known], int(state.dram.bytes_of(new).sum())
 
 
 def _affordable(state: State, session: Session, in_dram: list[NDArray[np.int32]], length: int) -> int:
@@ -193,7 +234,8 @@ def _affordable(state: State, session: Session, in_dram: list[NDArray[np.int32]]
     return low
 
 
-def _wait_for_loads(state: State, lease: Lease, rows: list[Rows]) -> None:
+def _wait(state: State, lease: Lease, rows: list[Rows]) -> None:
+    """Have the lease told of what is on its way, or being verified."""
     if not lease.pending:
         return
     state.waiting.append(lease)
@@ -201,8 +243,11 @@ def _wait_for_loads(state: State, lease: Lease, rows: list[Rows]) -> None:
         for position, slot in enumerate(slots):
             if slot == 0:
                 row = int(rows[member][position])
-                state.reading[row].waiters.append((lease, member, position))
-                use(state, row)
+                if row in state.verifying:
+                    state.verifying[row].waiters.append((lease, member, position))
+                else:
+                    state.reading[row].waiters.append((lease, member, position))
+                    use(state, row)
 
 
 def _why_short(state: State, rows: list[Rows], length: int, asked: int) -> EndReason:
@@ -261,12 +306,13 @@ def settle_leases(state: State) -> None:
     state.waiting = [lease for lease in state.waiting if lease.pending and not lease.closed]
 
 
-def _plan_again(state: State, lease: Lease, loads: bool = True) -> None:
+def _plan_again(state: State, lease: Lease, may_wait: bool = True) -> None:
     hashes, session = lease.hashes, leases.holder(state, lease)
+    verified = np.concatenate([np.array(member, np.int32) for member in lease.slots])
     at, lease.cut_at = lease.cut_at, 1 << 30
     leases.cut(state, lease, 0, EndReason.FAILED)
     if hashes is not None and session is not None:
-        plan(state, session, lease, hashes[:at], len(hashes[:at]), loads)
+        plan(state, session, lease, hashes[:at], len(hashes[:at]), Again(verified[verified > 0], may_wait))
         lease.reason = EndReason.FAILED
 
 
@@ -282,7 +328,7 @@ def expire(state: State) -> None:
                     member[member.index(0)] = HOLE
                     lease.pending -= 1
             lease.cut_at = first
-            _plan_again(state, lease, loads=False)
+            _plan_again(state, lease, may_wait=False)
         else:
             leases.cut(state, lease, first, EndReason.DEADLINE)
         lease.reason = EndReason.DEADLINE

@@ -19,7 +19,12 @@ SlotIds = NDArray[np.int32]
 
 SUSPECT = 1  # flag: found on disk after an unclean stop, so a mismatch may be a torn write
 DIRTY = 2  # flag: its block waits to be written to the tier below
-QUEUED = 4  # flag: is in the write queue, for this block or an earlier one
+QUEUED = 4  # flag: is in the queue of slots to be written, for this block or an earlier one
+UNSUMMED = 8  # flag: its block waits for its first checksum
+SUM_QUEUED = 16  # flag: is in the queue of slots to be summed, for this block or an earlier one
+WRONG = 32  # flag: returned wrong bytes; goes to quarantine when nobody holds it any more
+
+_STAY = QUEUED | SUM_QUEUED  # flags: a queue has one place a slot, whoever owns the slot
 
 
 class SlotState(IntEnum):
@@ -168,7 +173,7 @@ class SlotTable:
             return 0
         slot = stack.pop()
         self.generation_at[slot] = self.generation_at[slot] % 0xFFFFFFFF + 1  # 0 is never a generation: it marks holes
-        self.flags_at[slot] &= QUEUED
+        self.flags_at[slot] &= _STAY
         self.row_at[slot] = 0
         self.become(slot, state)
         return slot
@@ -180,7 +185,7 @@ class SlotTable:
         slots = np.array(stack[len(stack) - count :][::-1], np.int32)
         del stack[len(stack) - count :]
         self.generation[slots] = self.generation[slots] % np.uint32(0xFFFFFFFF) + np.uint32(1)
-        self.flags[slots] &= QUEUED
+        self.flags[slots] &= _STAY
         self.row[slots] = 0
         self.move_many(slots, SlotState.FREE, state)
         self.held_bytes += count * slot_units * UNIT_BYTES * (state not in (SlotState.LIVE, SlotState.QUARANTINED))

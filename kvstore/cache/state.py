@@ -27,9 +27,10 @@ from kvstore.cache.messages import (
     StartDelete,
     Tier,
 )
-from kvstore.cache.slots import SlotIds, SlotState, SlotTable
+from kvstore.cache.scrub import Scrub
+from kvstore.cache.slotqueue import SlotQueue
+from kvstore.cache.slots import DIRTY, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
-from kvstore.cache.writequeue import WriteQueue
 
 MIN_INDEX_BLOCKS = 65_536  # rows: some 7 MB when all are used
 INDEX_BYTES_PER_BLOCK = 32_768  # of the tiers, when the index is sized by itself: small models in blocks of 16 still fit
@@ -45,6 +46,8 @@ class CacheSizes:
     nvme_extent_bytes: int = 0
     index_blocks: int = 0
     nvme_write: str = "through"  # through, on_evict, off
+    verify: str = "transfer"  # transfer; read: also every hit in dram
+    scrub_rest_s: float = 60.0  # from the start of one pass of the background check to the next
     eviction: str = "lru"  # a name in eviction.choice
     seed: int = 0x5DEECE66D  # secret in a daemon, fixed in a test
     silence_s: float = 30.0
@@ -85,8 +88,12 @@ class State:
         self.transfers: dict[int, Transfer] = {}
         self.reading: dict[int, Transfer] = {}  # by row
         self.writing: dict[int, Transfer] = {}  # by row
+        self.verifying: dict[int, Transfer] = {}  # by row; in dram
+        self.verifies_hits = sizes.verify == "read"
+        self.scrub = Scrub(self.index, self.tables, sizes.scrub_rest_s)
         self.transfer_ids = count(1)
-        self.to_write = WriteQueue(self.dram)
+        self.to_write = SlotQueue(self.dram, DIRTY, QUEUED)
+        self.to_sum = SlotQueue(self.dram, UNSUMMED, SUM_QUEUED)
         self.writes_paused_until = 0.0
         self.retry_deletes: list[Transfer] = []
         self.waiting: list[Lease] = []  # leases with loads pending
@@ -209,12 +216,15 @@ class State:
         self._marks[session.id] = set(np.flatnonzero(session.counts).tolist())
 
     def settle(self, table: SlotTable, slot: int) -> None:
-        """After a hold or transfer ended: free what was doomed, list what became evictable."""
+        """After a hold or transfer ended: free what was doomed (or put it into quarantine), list what became evictable."""
         if table.state_at[slot] == SlotState.DOOMED and not table.holds_at[slot] and not table.transfers_at[slot]:
-            if table.tier is Tier.NVME:
-                self.delete_record(slot)
+            wrong = bool(table.flags_at[slot] & WRONG)
+            if table.tier is Tier.DRAM:
+                table.become(slot, SlotState.QUARANTINED if wrong else SlotState.FREE)
+            elif wrong:
+                self.quarantine_record(slot)
             else:
-                table.become(slot, SlotState.FREE)
+                self.delete_record(slot)
         else:
             self.expose(table.tier, slot)
 
@@ -255,6 +265,15 @@ class State:
         """Have the record of a doomed nvme slot overwritten; the slot is free when that is done."""
         self.tables[Tier.NVME].busy(slot, 1)
         self._deletes.append(slot)
+
+    def quarantine_record(self, slot: int) -> None:
+        """Take an nvme slot out of use, and have its record say so."""
+        nvme = self.tables[Tier.NVME]
+        nvme.become(slot, SlotState.QUARANTINED)
+        nvme.busy(slot, 1)
+        transfer = self.new_transfer(TransferKind.DELETE, 0)
+        transfer.deleting, transfer.quarantine = (slot,), True
+        self.decide(StartDelete(transfer.id, nvme.units[[slot]], quarantine=True))
 
     def flush_deletes(self) -> set[int]:
         """Start the deletion of all records that wait for it, as one transfer. Answers its id, if there was one."""

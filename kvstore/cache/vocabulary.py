@@ -80,6 +80,6 @@ class EndReason(StrEnum):
     IN_FLIGHT = "in_flight"
     NO_ROOM = "no_room"
     LIMIT = "limit"
-    FAILED = "failed"  # a block below could not be read, or its bytes were wrong
+    FAILED = "failed"  # a block could not be read, or its bytes were wrong
     DEADLINE = "deadline"
     RELEASED = "released"

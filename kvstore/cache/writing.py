@@ -9,7 +9,7 @@ import numpy as np
 from kvstore.cache import leases
 from kvstore.cache.fresh import commit_fresh_chain, reserve_new_keys
 from kvstore.cache.holders import HOLE, Lease, Session
-from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
+from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT
 from kvstore.cache.messages import (
     MAX_LEASE_BLOCKS,
     Abandon,
@@ -148,7 +148,7 @@ def commit(state: State, request: Commit) -> Committed | Refused:
         if outcomes[i] == BlockOutcome.STORED and request.checksums is not None:
             row = state.dram.row_at[slot]
             state.index.checksum[row] = request.checksums[i]
-            state.index.flags_at[row] |= HAS_CHECKSUM
+            state.index.flags_at[row] |= CHECKSUM_FLAGS
     units = np.where(shared > 0, state.dram.units[shared], 0).astype(np.uint32)
     return Committed(request.lease, outcomes, units, np.where(shared > 0, state.dram.generation[shared], 0).astype(np.uint32))
 
@@ -179,7 +179,7 @@ def _commit_one(state: State, session: Session, lease: Lease, slot: int, key: by
         if named:
             free_key(state, slot)
         use(state, row)
-        twin = index.slot_at[Tier.DRAM][row]
+        twin = 0 if state.verifies_hits else index.slot_at[Tier.DRAM][row]
         if twin and leases.may_hold(state, session, [twin]):
             leases.append(state, lease, twin)
             state.hold_for(session, twin)
@@ -201,7 +201,7 @@ def _store(state: State, session: Session, lease: Lease, slot: int, row: int, pa
     namespace = index.namespace_at[row]
     if writer := state.writers.pop(row, 0):
         dram.row_at[writer] = 0  # perhaps another session's: the first commit wins
-    index.flags_at[row] &= ~(IN_FLIGHT | HAS_CHECKSUM)
+    index.flags_at[row] &= ~(IN_FLIGHT | CHECKSUM_FLAGS)
     if not index.parent_at[row]:
         index.link(row, ghost(state, namespace, parent))
     index.place(Tier.DRAM, row, slot)
@@ -216,6 +216,8 @@ def _store(state: State, session: Session, lease: Lease, slot: int, row: int, pa
     state.counters["committed"] += 1
     if state.nvme is not None and state.sizes.nvme_write == "through":
         state.to_write.add(slot)
+    if state.verifies_hits:
+        state.to_sum.add(slot)
 
 
 def abandon(state: State, request: Abandon) -> Done | Refused:

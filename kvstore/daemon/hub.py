@@ -131,13 +131,13 @@ class Hub:
                 grantee.ended(str(error))
 
     def _log_corruption(self, corrupted: Corrupted) -> None:
-        below = corrupted.tier is not Tier.DRAM
         log.error(
-            "corrupt block %s in %s at unit %d: removed everywhere, %s",
+            "corrupt block %s in %s at unit %d, found by %s: removed everywhere; %s",
             corrupted.hash.hex(),
             corrupted.tier.name.lower(),
             corrupted.units,
-            "its slot is in quarantine; check the disk" if below else "a client wrote other bytes than its checksum says",
+            corrupted.found_by,
+            _advice(corrupted),
             extra={"namespace": corrupted.namespace, "story": corrupted.story},
         )
 
@@ -191,3 +191,13 @@ class Hub:
         cleared = self.cache.clear(self._last_clear, namespaces)
         self.settle()
         return cleared.blocks, cleared.dram_bytes, cleared.nvme_bytes, cleared.held_blocks, finished
+
+
+def _advice(corrupted: Corrupted) -> str:
+    if corrupted.tier is Tier.DRAM:
+        if not corrupted.quarantine:
+            return "a client wrote other bytes than its checksum says"
+        return "its slot is in quarantine: a process wrote into memory that was not its own, or the memory is bad"
+    if not corrupted.quarantine:
+        return "the last stop was not clean, so its write may have been cut short"
+    return "its slot is in quarantine; check the disk"

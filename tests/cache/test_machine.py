@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.cache.core import Cache
-from kvstore.cache.messages import Abandon, Acquire, Claim, Release, TransferResult, Units
+from kvstore.cache.messages import Abandon, Acquire, Claim, Release, Tier, TransferResult, Units
 from tests.cache.world import UNIT, Client, Path, World, chain, pack, sizes
 
 EXAMPLES = int(os.environ.get("KVSTORE_MACHINE_EXAMPLES", "2000"))  # sequences; the number that CI runs
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 seeds = st.integers(0, 1 << 30)
+VERIFY = ["transfer", "read"]
 namespaces = st.sampled_from([1, 1, 2, 3])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(write=st.sampled_from(["through", "through", "on_evict", "off"]), nvme=st.booleans())
-    def build(self, write: str, nvme: bool) -> None:
-        changes = {"nvme_write": write} | ({} if nvme else {"nvme_bytes": 0})
+    @initialize(write=st.sampled_from(["through", "through", "on_evict", "off"]), nvme=st.booleans(), verify=st.sampled_from(VERIFY))
+    def build(self, write: str, nvme: bool, verify: str) -> None:
+        changes = {"nvme_write": write, "verify": verify} | ({} if nvme else {"nvme_bytes": 0})
         self.world = World(Cache(sizes(**changes)))
         self.cache = self.world.cache
         self.world.attach(0, 0, 0)
@@ -178,6 +179,20 @@ class CacheMachine(RuleBasedStateMachine):
         for write in self.cache.next_writes(limit):
             self.world.pending[write.transfer] = write
 
+    @rule(limit=st.integers(1, 4))
+    def pull_sums(self, limit: int) -> None:
+        for verify in self.cache.next_sums(limit * UNIT):
+            self.world.pending[verify.transfer] = verify
+
+    @rule(limit=st.integers(1, 4))
+    def pull_scrubs(self, limit: int) -> None:
+        for scrub in self.cache.next_scrubs(limit * UNIT):
+            self.world.pending[scrub.transfer] = scrub
+
+    @rule(seed=seeds, tier=st.sampled_from([Tier.DRAM, Tier.NVME]))
+    def rot(self, seed: int, tier: Tier) -> None:
+        self.world.rot(seed, tier)
+
     @rule(seed=seeds, result=st.sampled_from([TransferResult.OK] * 8 + list(TransferResult)))
     @precondition(lambda self: self.world.pending)
     def finish_transfer(self, seed: int, result: TransferResult) -> None:
@@ -196,6 +211,8 @@ class CacheMachine(RuleBasedStateMachine):
         for client in self.world.clients.values():
             self.cache.heard(client.session, self.world.now)
         self.cache.tick(self.world.now)
+        late = [lease.id for lease in self.cache.state.waiting if lease.pending and lease.deadline_at <= self.world.now]
+        assert not late, "no lease waits past its deadline"
 
     @rule(namespace=namespaces, path=paths)
     def prefetch(self, namespace: int, path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.cache.messages import TransferResult
+from kvstore.cache.messages import FoundBy, Tier, TransferResult
 from tests.cache.test_machine import CacheMachine
 
 SEEDS = 60  # walks; each some 0.2 s
@@ -65,6 +65,9 @@ WALK: list[tuple[int, Step]] = [
     (14, lambda m, r: m.release(seed(r), r.choice([0, 0, 0, 1, 2]))),
     (2, lambda m, r: m.lookup_changes_nothing(namespace(r), path(r))),
     (6, lambda m, r: m.pull_writes(r.randint(1, 4))),
+    (4, lambda m, r: m.pull_sums(r.randint(1, 4))),
+    (4, lambda m, r: m.pull_scrubs(r.randint(1, 4))),
+    (3, lambda m, r: m.rot(seed(r), r.choice([Tier.DRAM, Tier.DRAM, Tier.NVME]))),
     (20, finish),
     (4, lambda m, r: m.write_all()),
     (6, lambda m, r: m.time_passes(r.uniform(0.05, 3))),
@@ -80,7 +83,7 @@ reached: Counter[str] = Counter()
 def test_all_rules_hold_on_a_long_walk(number: int) -> None:
     r = random.Random(number)
     machine = CacheMachine()
-    machine.build(r.choice(["through", "through", "on_evict", "off"]), r.random() < 0.85)
+    machine.build(r.choice(["through", "through", "on_evict", "off"]), r.random() < 0.85, r.choice(["transfer", "read"]))
     steps, weights = [step for _, step in WALK], [weight for weight, _ in WALK]
     for step in r.choices(steps, weights, k=STEPS):
         if not any(not client.ended for client in machine.world.clients.values()):
@@ -95,6 +98,8 @@ def test_the_walks_reach_what_they_are_for() -> None:
     """Runs after them: every kind of event has happened."""
     wanted = ["committed", "demoted", "promoted", "evicted_dram", "evicted_nvme", "corrupt_blocks", "unreadable_blocks", "failed_writes"]
     wanted += ["failed_deletes", "acquire_deadlines", "no_room", "cleared", "sessions_lost", "extents_reassigned", "dropped_before_written"]
+    wanted += ["verified", "failed_verifies", "failed_scrubs", "scrubbed_bytes"]
+    wanted += [f"corrupt_found_by_{found_by}" for found_by in FoundBy]
     if not reached:
         pytest.fail("the walks were not run; run the whole file")
     assert [name for name in wanted if not reached[name]] == []

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvstore.cache.core import Cache
-from kvstore.cache.invariants import violations
+from kvstore.cache.index import HAS_CHECKSUM
+from kvstore.cache.invariants import all_leases, violations
 from kvstore.cache.messages import (
     Acquired,
     Attach,
@@ -30,11 +31,14 @@ from kvstore.cache.messages import (
     SessionEnded,
     StartDelete,
     StartRead,
+    StartVerify,
     StartWrite,
+    Tier,
     TransferDone,
     TransferResult,
     unpack_hashes,
 )
+from kvstore.cache.slots import SlotState
 from kvstore.cache.state import CacheSizes
 
 EXTENT_UNITS = 4
@@ -61,13 +65,14 @@ def pack(keys: list[bytes]) -> Hashes:
 
 
 def sizes(**changes: object) -> CacheSizes:
-    """A cache of a few slots: 4 dram extents, 5 nvme extents, 40 index rows."""
+    """A cache of a few slots: 4 dram extents, 5 nvme extents, 40 index rows; passes of the background check are close together."""
     fixed = {
         "dram_bytes": 4 * EXTENT_UNITS * UNIT,
         "nvme_bytes": 5 * EXTENT_UNITS * UNIT,
         "dram_extent_bytes": EXTENT_UNITS * UNIT,
         "nvme_extent_bytes": EXTENT_UNITS * UNIT,
         "index_blocks": 40,
+        "scrub_rest_s": 1.0,
     }
     return CacheSizes(**{**fixed, **changes})  # type: ignore[arg-type]
 
@@ -95,7 +100,8 @@ class World:
         self.nvme: dict[int, object] = {}
         self.records: dict[int, bytes] = {}  # nvme units -> key: what a restart would find
         self.truth: dict[tuple[int, bytes], object] = {}
-        self.pending: dict[int, StartRead | StartWrite | StartDelete] = {}
+        self.spoiled: set[int] = set()  # units of dram whose content changed by itself
+        self.pending: dict[int, StartRead | StartWrite | StartVerify | StartDelete] = {}
         self.clients: dict[int, Client] = {}
         self.next_session, self.next_id, self.contents = 1, 1, 0
         spec = [(SMALL, Keep()), (LARGE, Keep()), (SMALL, Keep(KeepKind.WINDOW, 2))]
@@ -122,7 +128,7 @@ class World:
                 if client := self.clients.get(decision.session):
                     client.marked |= set(decision.granted.tolist())
                     client.marked -= set(decision.withdrawn.tolist())
-            case StartRead() | StartWrite() | StartDelete():
+            case StartRead() | StartWrite() | StartVerify() | StartDelete():
                 self.pending[decision.transfer] = decision
             case SessionEnded():
                 if client := self.clients.get(decision.session):
@@ -160,7 +166,7 @@ class World:
             for members in client.leases.values():
                 for position in (entry for member in members for entry in member if entry):
                     (units, _), content = position
-                    assert self.dram[units] == content, "a leased slot keeps its bytes"
+                    assert self.dram[units] == content or units in self.spoiled, "a leased slot keeps its bytes"
                     assert units in client.marked
 
     # ---- what clients do
@@ -195,8 +201,7 @@ class World:
         slots = [slot for slot in slots if client.reserved_in[slot] == namespace][: len(path)]
         keys = chain(path)[: len(slots)]
         for slot in slots:
-            self.contents += 1
-            self.dram[slot[0]] = self.contents
+            self._fill(slot[0], self._fresh())
         units, generations = (np.array(column, np.uint32) for column in zip(*slots, strict=True))
         answer = self.cache.commit(Commit(client.session, lease, namespace, units, generations, pack(keys), pack([ROOT])))
         if isinstance(answer, Refused):
@@ -215,6 +220,7 @@ class World:
                 case BlockOutcome.EXISTS:
                     shared = (int(answer.units[i]), int(answer.generations[i]))
                     client.reserved[slot] = None
+                    assert not shared[1] or shared[0] not in self.spoiled, "a shared slot has the bytes that were committed"
                     held[0].append((shared, self.truth[namespace, key]) if shared[1] else None)
                 case BlockOutcome.BAD_KEY:
                     assert named not in (None, key)
@@ -254,6 +260,33 @@ class World:
             got = [(int(u), int(g)) for u, g in zip(answer.units, answer.generations, strict=True)]
             assert got == [entry[0] if entry else (0, 0) for entry in client.leases[lease][0]]
 
+    # ---- what memory and disk do by themselves
+
+    def rot(self, seed: int, tier: Tier) -> None:
+        """The bytes of a block with a checksum change. In dram not of one that was verified for a lease and is not granted yet."""
+        state = self.cache.state
+        if tier not in state.tables or (tier is Tier.DRAM and not state.verifies_hits):
+            return
+        table = state.tables[tier]
+        live = np.flatnonzero(table.state == SlotState.LIVE)
+        live = live[(state.index.flags[table.row[live]] & HAS_CHECKSUM) > 0]
+        if tier is Tier.DRAM:
+            soon = {slot for lease in all_leases(state) for member in lease.slots for slot in member[lease.granted :]}
+            live = live[~np.isin(live, list(soon))]
+        if live.size:
+            units = table.units_at[int(live[seed % len(live)])]
+            (self.dram if tier is Tier.DRAM else self.nvme)[units] = self._fresh()
+            if tier is Tier.DRAM:
+                self.spoiled.add(units)
+
+    def _fresh(self) -> int:
+        self.contents += 1
+        return self.contents
+
+    def _fill(self, units: int, content: object) -> None:
+        self.dram[units] = content
+        self.spoiled.discard(units)
+
     # ---- what the mover does
 
     def finish(self, transfer: int, result: TransferResult) -> None:
@@ -261,18 +294,29 @@ class World:
         checksum = None
         match job:
             case StartWrite():
-                self.nvme[job.target_units] = self.dram[job.source_units] if result is TransferResult.OK else "torn"
+                content = self.dram[job.source_units]
+                checksum = summed(content)
+                if self.cache.state.verifies_hits and job.checksum not in (None, checksum):
+                    result = TransferResult.CORRUPT
+                self.nvme[job.target_units] = content if result is TransferResult.OK else "torn"
                 if result is not TransferResult.FAILED:
                     self.records[job.target_units] = job.hash
-                content = self.dram[job.source_units]
-                checksum = (hash(("sum", content)) & 0xFFFF, 1)
             case StartRead():
                 content = self.nvme.get(job.source_units)
-                if result is TransferResult.OK and (hash(("sum", content)) & 0xFFFF, 1) != job.checksum:
+                checksum = summed(content)
+                if result is TransferResult.OK and checksum != job.checksum:
                     result = TransferResult.CORRUPT
-                self.dram[job.target_units] = content if result is TransferResult.OK else "half"
+                self._fill(job.target_units, content if result is TransferResult.OK else "half")
+            case StartVerify():
+                checksum = summed((self.dram if job.tier is Tier.DRAM else self.nvme).get(job.units))
+                if result is TransferResult.OK and job.checksum not in (None, checksum):
+                    result = TransferResult.CORRUPT
             case StartDelete():
                 if result is TransferResult.OK:
                     for units in job.units.tolist():
                         self.records.pop(units, None)
         self.cache.transfer_done(TransferDone(transfer, result, checksum), self.now)
+
+
+def summed(content: object) -> tuple[int, int]:
+    return hash(("sum", content)) & 0xFFFF_FFFF, 1
