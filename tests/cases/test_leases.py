@@ -61,7 +61,7 @@ def press(client: KVClient, namespace: Namespace, rounds: int = 2) -> None:
         hashes, parent = chain(1000 + each, SLOTS), namespace.root
         for start in range(0, len(hashes), 32 * PART):
             part = hashes[start : start + 32 * PART]
-            store(client, namespace, part, parent)
+            assert store(client, namespace, part, parent).stored == PART
             parent = part[-32:]
         assert settled(client)
 
