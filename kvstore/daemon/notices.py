@@ -73,7 +73,7 @@ class Notices:
     def __init__(self, epoch: str, namespaces: Namespaces) -> None:
         self._epoch = epoch
         self._namespaces = namespaces
-        self._watchers: set[Watcher] = set()
+        self._watchers: dict[Watcher, None] = {}  # a set in order of arrival: a simulation replays exactly
 
     def __len__(self) -> int:
         return len(self._watchers)
@@ -83,12 +83,12 @@ class Notices:
         if len(self._watchers) >= MAX_WATCHERS:
             raise errors.ResourceExhausted(f"{MAX_WATCHERS} watchers are attached, which is the most; end one")
         watcher = Watcher(self._epoch, tenant, namespace)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         return watcher
 
     def forget(self, watcher: Watcher) -> None:
         """This one is gone."""
-        self._watchers.discard(watcher)
+        self._watchers.pop(watcher, None)
 
     def publish(self, notice: Notice) -> None:
         """Queue a notice for everybody whom it concerns."""

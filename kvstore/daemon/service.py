@@ -44,7 +44,7 @@ class Service(KVStoreServicer):
         self._settings = settings
         self._remember = remember
         self._health = health
-        self._streams: set[SessionStream] = set()
+        self._streams: dict[SessionStream, None] = {}  # a set in order of arrival: a simulation replays exactly
         self._started_at = time.monotonic()
 
     # ---- namespaces, groups, sessions
@@ -77,11 +77,11 @@ class Service(KVStoreServicer):
     async def Attach(self, request_iterator: AsyncIterator[pb.ClientMessage], context: Context) -> None:  # noqa: N802
         limits = SessionLimits(self._settings.acquire_timeout_s, self._settings.session.limit_bytes)
         stream = SessionStream(self._hub, self._dram, tenant_of(context), limits, self.block_counts)
-        self._streams.add(stream)
+        self._streams[stream] = None
         try:
             await stream.serve(request_iterator, context.write)
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
 
     def shut_down_streams(self) -> None:
         """Tell every session that the daemon stops."""
