@@ -1,0 +1,317 @@
+"""Clients that speak the session's own operations, as an engine does: anonymous slots, chains held under leases, groups, claims,
+sessions that are resumed; and now and then an operation on what is not theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from kvstore import errors
+from kvstore.clients import requests
+from kvstore.clients.aio_link import AsyncLink
+from kvstore.clients.answers import Answer, Slotted
+from kvstore.clients.channel import CALL_TIMEOUT_S, error_of
+from kvstore.clients.handles import EXISTS, STORED, Attached
+from kvstore.clients.link import Unmapped
+from kvstore.clients.session import Granting
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+from tests.simulation.keys import KINDS, ROOT, SMALL, WINDOW, Kind, chain, some_path
+from tests.simulation.lives import EXPECTED, Street, fill
+from tests.simulation.machine import Process
+from tests.simulation.memory import UNIT_BYTES, Map
+from tests.simulation.truth import Held
+
+GROUP = (SMALL, WINDOW)
+Slot = tuple[int, int]  # units, generation
+
+
+class _Link(AsyncLink):
+    """Remembers its Welcome, which names the session to resume."""
+
+    welcome: pb.Welcome | None = None
+
+    def _map(self, welcome: pb.Welcome) -> None:
+        self.welcome = welcome
+        super()._map(welcome)
+
+
+@dataclass
+class Private:
+    """A slot of our own, not visible to anybody."""
+
+    slot: Slot
+    kind: Kind
+    held: Held | None = None  # once it is filled
+
+
+@dataclass
+class Hands:
+    """What the engine holds under one session, or took over from the one before."""
+
+    private: list[Private] = field(default_factory=list)
+    leases: dict[int, list[Held]] = field(default_factory=dict)
+
+    def held(self) -> list[Held]:
+        return [*(each.held for each in self.private if each.held), *(held for helds in self.leases.values() for held in helds)]
+
+
+class Engine:
+    """One process."""
+
+    def __init__(self, street: Street, process: Process) -> None:
+        self._street, self._process, self._chance = street, process, process.chance
+        self._truth = street.truth
+        self._ids = count(1 + process.chance.randrange(1000) * 1000)  # of leases and reservations: a resumed session keeps its own
+        self._stub: Any = KVStoreStub(cast(Any, grpc.aio.insecure_channel("simulated")))
+        self._link: _Link
+        self._attached: Attached
+        self._namespaces: dict[str, pb.OpenNamespaceReply] = {}
+        self._hands = Hands()
+        self._joined = False
+
+    async def run(self) -> None:
+        """Sessions, one after another, until the street closes."""
+        before: _Link | None = None
+        while not self._street.closing:
+            try:
+                await self._attach(before)
+            except EXPECTED as error:
+                self._note(error)
+                before = None
+                await self._rest()
+                continue
+            while self._alive() and not self._street.closing:
+                await self._act()
+            if self._alive():
+                break
+            before = self._link
+            await asyncio.sleep(self._chance.choice((0.0, 0.01, 0.5)))  # an engine looks at what it holds for a while
+            if self._chance.random() < 0.5:
+                before = None
+                await self._rest()
+        await self._rest()
+
+    def _alive(self) -> bool:
+        return self._link.alive
+
+    async def _rest(self) -> None:
+        """Drop everything, and the session with it."""
+        self._truth.let_go(*self._hands.held())
+        self._hands = Hands()
+        if hasattr(self, "_attached"):
+            self._attached.drop()
+            await self._link.close()
+            del self._attached
+
+    # ---- sessions
+
+    async def _attach(self, before: _Link | None) -> None:
+        limit = self._chance.choice((0, 0, 0, 12)) * UNIT_BYTES
+        hello = requests.hello(self._process.name, 0, limit)
+        if before is not None and before.welcome is not None:
+            hello.resume_session, hello.resume_token = before.welcome.session, before.welcome.resume_token
+        old = getattr(self, "_attached", None)
+        link = _Link(self._stub, "simulated", hello, old.arena if old else None)
+        opened = await link.open()
+        if isinstance(opened, Unmapped):
+            raise errors.Unavailable("not mapped")
+        opened.hold()
+        try:
+            for kind in KINDS:
+                self._namespaces[kind.name] = await self._called(self._stub.OpenNamespace(kind.request, timeout=CALL_TIMEOUT_S))
+                if self._namespaces[kind.name].epoch != opened.session.epoch:
+                    raise errors.StaleEpoch("another daemon by now")
+        except errors.KVStoreError:
+            opened.drop()
+            await link.close()
+            raise
+        if old is not None:
+            old.drop()  # the new session's lock is held by now
+        self._link, self._attached, self._joined = link, opened, False
+
+    async def _called(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise error_of(error, "simulated") from None
+
+    # ---- what it does
+
+    async def _act(self) -> None:
+        acts: list[tuple[int, Callable[[], Awaitable[None]]]] = [
+            (6, self._reserve), (10, self._commit), (6, self._acquire), (8, self._release), (3, self._abandon),
+            (2, self._acquire_for_group), (3, self._claim), (2, self._misuse), (3, self._reserve_named),
+        ]  # fmt: skip
+        act = self._chance.choices([act for _, act in acts], [weight for weight, _ in acts])[0]
+        try:
+            await act()
+        except EXPECTED as error:
+            self._note(error)
+        await asyncio.sleep(self._chance.expovariate(40))
+
+    async def _ask(self, *ops: pb.Op) -> list[Answer]:
+        return await self._link.ask(list(ops), CALL_TIMEOUT_S)
+
+    def _id(self, kind: Kind) -> int:
+        return self._namespaces[kind.name].namespace_id
+
+    def _hold(self, slot: Slot, expected: bytes, key: bytes) -> Held:
+        arena = cast(Map, self._attached.arena)
+        return self._truth.hold(self._process.name, arena.file, slot[0] * UNIT_BYTES, expected, key)
+
+    async def _reserve(self) -> None:
+        kind = self._chance.choice(KINDS)
+        answer = (await self._ask(requests.reserve(next(self._ids), self._id(kind), count=self._chance.randrange(1, 5))))[0]
+        if isinstance(answer, Slotted):
+            slots = zip(answer.units.tolist(), answer.generations.tolist(), strict=True)
+            self._hands.private += [Private(slot, kind) for slot in slots]
+
+    async def _reserve_named(self) -> None:
+        """As another engine of the same kind would, and give them back unless they are filled at once."""
+        kind, reservation = self._chance.choice(KINDS), next(self._ids)
+        hashes = chain(some_path(self._chance))
+        answer = (await self._ask(requests.reserve(reservation, self._id(kind), hashes=b"".join(hashes))))[0]
+        await asyncio.sleep(self._chance.choice((0.0, 0.05)))
+        if isinstance(answer, Slotted):
+            self._link.tell([requests.abandon(reservation)])
+
+    async def _commit(self) -> None:
+        """Fill private slots with the leading blocks of a prompt, and publish them under a lease."""
+        kind = self._chance.choice(KINDS)
+        empty = [each for each in self._hands.private if each.kind is kind and each.held is None]
+        hashes = chain(some_path(self._chance))[: len(empty)]
+        chosen = empty[: len(hashes)]
+        if not chosen:
+            return
+        attached, digest = self._attached, self._namespaces[kind.name].digest
+        for each, hash_ in zip(chosen, hashes, strict=True):
+            content = self._truth.make((digest, hash_), kind.block_bytes)
+            arena = cast(Map, attached.arena)
+            start = each.slot[0] * UNIT_BYTES
+            each.held = await fill(self._truth, self._process, arena.writable[start:][: len(content)], content, (arena.file, start))
+        units, generations = (np.array(column, np.uint32) for column in zip(*(each.slot for each in chosen), strict=True))
+        lease = self._chance.choice([*self._hands.leases, next(self._ids)]) if self._chance.random() < 0.3 else next(self._ids)
+        op = requests.commit(lease, self._id(kind), (units, generations), b"".join(hashes), ROOT)
+        answer = (await self._ask(op))[0]
+        if not isinstance(answer, Slotted):
+            return
+        for i, each in enumerate(chosen):
+            if answer.outcomes[i] == STORED:
+                self._hands.private.remove(each)
+                self._hands.leases.setdefault(lease, []).append(cast(Held, each.held))
+            elif answer.outcomes[i] == EXISTS and answer.generations[i]:
+                self._hands.leases.setdefault(lease, []).append(self._look((answer.units[i], answer.generations[i]), kind, hashes[i]))
+
+    def _look(self, slot: Slot, kind: Kind, hash_: bytes) -> Held:
+        """A slot that we may read: what is in it is the block, and stays."""
+        start = int(slot[0]) * UNIT_BYTES
+        content = cast(Map, self._attached.arena).readable[start : start + kind.block_bytes].tobytes()
+        self._truth.check((self._namespaces[kind.name].digest, hash_), content, f"{self._process} reads unit {slot[0]}")
+        return self._hold((int(slot[0]), int(slot[1])), content, hash_)
+
+    async def _acquire(self) -> None:
+        kind, lease = self._chance.choice(KINDS), next(self._ids)
+        hashes = chain(some_path(self._chance))
+        timeout_s = self._chance.choice((0.001, 0.05, 0.5))
+        granting = await self._link.take(requests.acquire(lease, self._id(kind), b"".join(hashes), timeout_s), timeout_s + 1.0)
+        await self._take(lease, granting, (kind,), hashes)
+
+    async def _take(self, lease: int, granting: Granting, kinds: tuple[Kind, ...], hashes: tuple[bytes, ...]) -> None:
+        if granting.error is not None:
+            raise granting.error
+        if not self._link.alive:
+            return
+        held = []
+        for member, kind in enumerate(kinds):
+            slots = zip(granting.units[member].tolist(), granting.generations[member].tolist(), strict=True)
+            held += [self._look(slot, kind, hash_) for slot, hash_ in zip(slots, hashes, strict=False) if slot[1]]
+        self._hands.leases[lease] = held
+        if not granting.settled:
+            self._truth.let_go(*held)
+            del self._hands.leases[lease]
+            self._link.tell([requests.release(lease)])
+
+    async def _acquire_for_group(self) -> None:
+        if not await self._join():
+            return
+        lease, path = next(self._ids), some_path(self._chance)
+        op = pb.Op(acquire=pb.Acquire(lease=lease, group="model", hashes=b"".join(chain(path)), timeout_s=0.5))
+        granting = await self._link.take(op, 1.5)
+        if granting.blocks:
+            await self._take(lease, granting, GROUP, chain(path))
+            self._street.group_leases.append((lease, path))
+
+    async def _join(self) -> bool:
+        if not self._joined and self._link.alive:
+            request = pb.JoinGroupRequest(session=self._attached.session.id, group="model", epoch=self._attached.session.epoch)
+            request.namespace_ids.extend(self._id(kind) for kind in GROUP)
+            await self._called(self._stub.JoinGroup(request, timeout=CALL_TIMEOUT_S))
+            self._joined = True
+        return self._link.alive
+
+    async def _claim(self) -> None:
+        """One member's slots under a lease that another engine acquired for the group."""
+        if not self._street.group_leases or not await self._join():
+            return
+        lease, path = self._chance.choice(self._street.group_leases[-4:])
+        if lease in self._hands.leases:
+            return
+        kind = self._chance.choice(GROUP)
+        answer = (await self._ask(pb.Op(claim=pb.Claim(lease=lease, group="model", namespace_id=self._id(kind)))))[0]
+        if isinstance(answer, Slotted) and self._link.alive:
+            slots = zip(answer.units.tolist(), answer.generations.tolist(), strict=True)
+            self._hands.leases[lease] = [self._look(slot, kind, hash_) for slot, hash_ in zip(slots, chain(path), strict=False) if slot[1]]
+
+    async def _release(self) -> None:
+        if not self._hands.leases:
+            return
+        lease = self._chance.choice(list(self._hands.leases))
+        self._truth.let_go(*self._hands.leases.pop(lease))
+        self._link.tell([requests.release(lease)])
+
+    async def _abandon(self) -> None:
+        if not self._hands.private:
+            return
+        some = self._chance.sample(self._hands.private, self._chance.randrange(1, len(self._hands.private) + 1))
+        for each in some:
+            self._hands.private.remove(each)
+            self._truth.let_go(*([each.held] if each.held else []))
+        units, generations = (np.array(column, np.uint32) for column in zip(*(each.slot for each in some), strict=True))
+        self._link.tell([requests.abandon(next(self._ids), (units, generations))])
+
+    async def _misuse(self) -> None:
+        """Operations on slots, leases and keys that are not this session's, or no more."""
+        kind, number = self._chance.choice(KINDS), self._chance.randrange(12)
+        units, generations = np.array([number], np.uint32), np.array([self._chance.randrange(1, 6)], np.uint32)
+        hashes = chain(some_path(self._chance))
+        ops = [
+            requests.release(self._chance.randrange(10**8, 10**9)),
+            requests.release(next(self._ids), keep_blocks=3),
+            requests.acquire(next(self._ids), 99, hashes[0], 0.1),
+            requests.reserve(next(self._ids), self._id(kind), hashes=hashes[0] * 3),
+            requests.abandon(next(self._ids)),
+        ]
+        ours = {each.slot for each in self._hands.private}
+        if (number, int(generations[0])) not in ours:
+            ops += [
+                requests.commit(next(self._ids), self._id(kind), (units, generations), hashes[0], ROOT),
+                requests.abandon(next(self._ids), (units, generations)),
+            ]
+        op = self._chance.choice(ops)
+        answer = (await self._ask(op))[0]
+        if op.HasField("reserve") and isinstance(answer, Slotted):
+            self._link.tell([requests.abandon(op.reserve.reservation)])
+        if op.HasField("commit") and isinstance(answer, Slotted) and STORED in answer.outcomes:
+            self._street.machine.wrong("a block was stored from a slot that was not this session's", hashes[0])
+
+    def _note(self, error: Exception) -> None:
+        self._street.machine.note(f"is told {type(error).__name__}: {error}")

@@ -1,0 +1,47 @@
+"""The daemon's byte threads as strands of the machine: the real copier, its system calls one at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from kvstore.daemon.jobs import Job, Moved
+from tests.simulation.machine import Machine
+
+Run = Callable[[Job], list[Moved]]
+Deliver = Callable[[Job, list[Moved]], None]
+
+
+class Lanes:
+    """In the place of the daemon's `Lanes`."""
+
+    def __init__(self, machine: Machine, count: int, run: Run, deliver: Deliver) -> None:
+        self._machine, self._process = machine, machine.running
+        self._run, self._deliver = run, deliver
+        self._free = count
+        self._jobs: deque[Job] = deque()
+        self._under_way = 0
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+        self._under_way += 1
+        self._start()
+
+    def _start(self) -> None:
+        while self._jobs and self._free:
+            job = self._jobs.popleft()
+            self._free -= 1
+            self._machine.begin(self._process, partial(self._work, job))
+
+    def _work(self, job: Job) -> None:
+        results = self._run(job)
+        self._machine.note(f"{type(job).__name__}: {', '.join(moved.result for moved in results)}")
+        self._deliver(job, results)
+        self._free += 1
+        self._under_way -= 1
+        self._start()
+
+    def close(self, timeout_s: float) -> bool:
+        """False where a job is still out. It is not waited for: the daemon comes here with nothing to do, or past its deadline."""
+        return not self._under_way

@@ -1,0 +1,72 @@
+"""What is put in the place of what, while a simulation runs. Everything else is the product's own code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tests.simulation.disk import Disk, Place, SmallFiles, SystemCalls
+from tests.simulation.lanes import Lanes
+from tests.simulation.machine import Machine
+from tests.simulation.memory import Dram, Memory, map_arena
+from tests.simulation.network import Channel, Network, Server
+
+EXTENT_UNITS = 4  # of the nvme tier: the product's own smallest extent would hold everything
+
+
+class OwnerLock:
+    """There is one daemon at a time: the scene starts none before the last is dead."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) -> Iterator[None]:
+    """Inside, the product runs on this machine."""
+    calls = SystemCalls(disk)
+    secret = Random(f"{machine.seed} secrets")
+    secrets = SimpleNamespace(
+        token_hex=lambda count: secret.randbytes(count).hex(), token_bytes=secret.randbytes, randbits=secret.getrandbits,
+        compare_digest=bytes.__eq__,
+    )  # fmt: skip
+    small_files = SmallFiles(disk)
+    clock = SimpleNamespace(monotonic=lambda: machine.now)
+    table: dict[str, Any] = {
+        # the network
+        "grpc.aio.insecure_channel": partial(Channel, network),
+        "grpc.aio.server": partial(Server, network),
+        "kvstore.daemon.server.sockets": SimpleNamespace(open_to_group=lambda path: None),
+        "kvstore.daemon.server.reflection": SimpleNamespace(SERVICE_NAME="", enable_server_reflection=lambda *_: None),
+        # chance, time, and threads
+        "kvstore.daemon.startup.secrets": secrets,
+        "kvstore.daemon.sessions.secrets": secrets,
+        "kvstore.daemon.server.time": clock,
+        "kvstore.daemon.service.time": clock,
+        "kvstore.daemon.transfers.Lanes": partial(Lanes, machine),
+        # shared memory
+        "kvstore.daemon.startup.DramTier": partial(Dram, memory),
+        "kvstore.clients.aio_link.map_arena": partial(map_arena, memory),
+        # the disk
+        "kvstore.daemon.startup.Path": lambda path: Place(disk),
+        "kvstore.daemon.startup.extent_bytes_for": lambda capacity_bytes: EXTENT_UNITS * 4096,
+        "kvstore.tiers.direct_io.os": calls,
+        "kvstore.tiers.nvme_records.os": calls,
+        "kvstore.tiers.nvme.os": calls,
+        "kvstore.tiers.nvme.allocate": calls.allocate,
+        "kvstore.tiers.nvme.sync_directory": small_files.sync_directory,
+        "kvstore.tiers.nvme_directory.small_files": small_files,
+        "kvstore.tiers.nvme_directory.OwnerLock": OwnerLock,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in table.items():
+            stack.enter_context(mock.patch(name, replacement))
+        yield

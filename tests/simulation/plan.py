@@ -1,0 +1,57 @@
+"""What a seed decides before the start: sizes, settings, and which kinds of fault this run has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvstore.config import DramSettings, IndexSettings, NvmeSettings, SessionSettings, Settings
+from tests.simulation.patches import EXTENT_UNITS
+
+UNIT_BYTES = 4096
+SILENCE_S = 1.5
+# Each run has some of these and not others: faults that hide each other meet in some runs only.
+FAULTS = (
+    "kill_daemon", "stop_daemon", "end_daemon", "lose_power", "kill_client", "stop_client", "cut_client", "lose_replies",
+    "disk_errors", "disk_full", "disk_read_only", "disk_slow", "disk_short", "sync_errors", "disk_lies",
+    "marks_refused", "jump_clock", "clears", "remotes", "engines",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module's text."""
+
+    faults: frozenset[str]
+    settings: Settings
+    touch_s: float  # seconds until a new arena is touched to its end
+
+    @classmethod
+    def of(cls, seed: int) -> Plan:
+        """The plan of a seed."""
+        chance = Random(f"{seed} plan")
+        faults = frozenset(name for name in FAULTS if chance.random() < (0.2 if name == "disk_lies" else 0.4))
+        nvme = NvmeSettings(
+            path="/disk" if chance.random() < 0.95 else "",
+            bytes=chance.choice((4, 5, 6)) * EXTENT_UNITS * UNIT_BYTES,
+            write=chance.choice(("through", "through", "through", "on_evict", "off")),
+            write_bytes_per_s=chance.choice((2**30, 2**30, 2**20)),
+            durable=chance.choice(("process", "power")),
+            queue_depth=chance.choice((2, 16)),
+            threads=chance.choice((1, 2, 3)),
+        )
+        settings = Settings(
+            listen="/simulated",
+            metrics="",
+            dram=DramSettings(bytes=chance.choice((3, 4, 5)) * EXTENT_UNITS * UNIT_BYTES, extent_bytes=EXTENT_UNITS * UNIT_BYTES),
+            nvme=nvme,
+            index=IndexSettings(blocks=chance.choice((60, 100, 400))),
+            session=SessionSettings(silence_s=SILENCE_S, limit_bytes=chance.choice((0, 0, 10)) * UNIT_BYTES),
+            acquire_timeout_s=chance.choice((0.3, 2.0)),
+            verify=chance.choice(("transfer", "read")),
+            shutdown_s=1.0,
+        )
+        return cls(faults, settings, chance.choice((0.0, 0.0, 0.5)))
+
+    def has(self, fault: str) -> bool:
+        return fault in self.faults
