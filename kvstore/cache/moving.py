@@ -1,9 +1,9 @@
 """Where bytes go: making room, eviction, and the copies down to nvme.
 
-Room is made at once or not at all: free slots, then an unassigned extent, then the coldest evictable leaf, then a whole cold extent of
-another size. A dram victim with a copy on nvme is just dropped. Of the coldest few, one with a copy below goes before one without; when
-none of them has one, the coldest is dropped all the same and counted. An nvme slot is reusable only once its record is deleted, so a stock
-of free ones is kept ahead: the staging slots of the edge from dram to nvme.
+Room is made at once or not at all: free slots, then an unassigned extent, then a whole extent of another size if it is the colder, then
+the coldest evictable leaf, then a whole extent of another size anyway. A dram victim with a copy on nvme is just dropped. Of the coldest
+few, one with a copy below goes before one without; when none of them has one, the coldest is dropped all the same and counted. An nvme
+slot is reusable only once its record is deleted, so a stock of free ones is kept ahead: the staging slots of the edge from dram to nvme.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: S
     table = state.tables[tier]
     got: list[int] = table.take_free_many(slot_units, wanted, becomes).tolist()
     while len(got) < wanted:
-        found = assign_extent(state, table, slot_units) or evict_many(state, tier, slot_units, wanted - len(got))
+        found = assign_extent(state, table, slot_units) or take_colder_extent(state, table, slot_units)
+        found = found or evict_many(state, tier, slot_units, wanted - len(got)) > 0
         if not found and not take_cold_extent(state, table, slot_units):
             break
         more = table.take_free_many(slot_units, wanted - len(got), becomes).tolist()
@@ -58,7 +59,7 @@ def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
 def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
     """Evict up to `wanted` leaves of this size, coldest first; a parent that becomes a leaf takes its turn. Answers how many."""
     candidates = state.candidates(tier, slot_units)
-    writes = tier is Tier.DRAM and state.nvme is not None and state.sizes.nvme_write != "off"
+    writes = tier is Tier.DRAM and _writes_down(state)
     passed: list[tuple[int, int]] = []  # (rank, slot), a heap: looked at, and without a copy below
     evicted = 0
     while evicted < wanted and (slot := _clean_victim(state, candidates, passed) if writes else candidates.pop()):
@@ -67,7 +68,13 @@ def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
     for _, slot in passed:
         if candidates.evictable(slot):
             candidates.expose(slot)
+    candidates.evictions_until_look -= evicted
     return evicted
+
+
+def _writes_down(state: State) -> bool:
+    """Whether blocks in dram are to have a copy on nvme sooner or later."""
+    return state.nvme is not None and state.sizes.nvme_write != "off"
 
 
 def _clean_victim(state: State, candidates: Candidates, passed: list[tuple[int, int]]) -> int:
@@ -79,7 +86,6 @@ def _clean_victim(state: State, candidates: Candidates, passed: list[tuple[int, 
         heapq.heappush(passed, (candidates.rank(slot), slot))
     while passed:
         if candidates.evictable(slot := heapq.heappop(passed)[1]):  # it may have been listed twice, and be gone
-            state.counters["dropped_before_written"] += 1
             return slot
     return 0
 
@@ -89,6 +95,8 @@ def evict(state: State, tier: Tier, slot: int) -> None:
     table = state.tables[tier]
     row = table.row_at[slot]
     state.counters[f"evicted_{tier.name.lower()}"] += 1
+    if tier is Tier.DRAM and _writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
+        state.counters["dropped_before_written"] += 1
     state.story.tell(state.index.word(row), "evict", slot, tier)
     _leave_tier(state, tier, row, slot)
     state.index.drop_if_empty(row)
@@ -172,9 +180,27 @@ def _evict_everywhere(state: State, row: int) -> bool:
 # ---- whole extents
 
 
-def take_cold_extent(state: State, table: SlotTable, slot_units: int) -> bool:
+def take_colder_extent(state: State, table: SlotTable, slot_units: int) -> bool:
+    """Take an extent all of whose blocks are colder than the coldest leaf of this size: sizes share a tier by use, not by who came first.
+
+    A look passes over the whole tier: where it finds none, the next one comes after an extent's worth of evictions.
+    """
+    candidates = state.candidates(table.tier, slot_units)
+    if candidates.evictions_until_look > 0 or not (slot := candidates.pop()):
+        return False
+    rank = candidates.rank(slot)
+    candidates.expose(slot)
+    if take_cold_extent(state, table, slot_units, rank):
+        return True
+    candidates.evictions_until_look = table.extent_units // slot_units
+    return False
+
+
+def take_cold_extent(state: State, table: SlotTable, slot_units: int, colder_than: int | None = None) -> bool:
     """Empty the coldest unheld extent of another size, and give it to this one. On nvme it is usable only after its deletes."""
-    for extent in _extents_by_age(state, table, slot_units):
+    for age, extent in _extents_by_age(state, table, slot_units):
+        if colder_than is not None and age >= colder_than:
+            return False
         rows = _closure(state, table, extent)
         if rows is None:
             continue
@@ -185,8 +211,8 @@ def take_cold_extent(state: State, table: SlotTable, slot_units: int) -> bool:
     return False
 
 
-def _extents_by_age(state: State, table: SlotTable, slot_units: int) -> list[int]:
-    """Assigned extents of other sizes without a held slot, coldest last use first."""
+def _extents_by_age(state: State, table: SlotTable, slot_units: int) -> list[tuple[int, int]]:
+    """Assigned extents of other sizes without a held slot, by the rank of their hottest block, coldest first: (rank, extent)."""
     found = []
     for extent in np.flatnonzero((table.extent_slot_units > 0) & (table.extent_slot_units != slot_units)):
         slots = _slots_of_extent(table, int(extent))
@@ -194,9 +220,9 @@ def _extents_by_age(state: State, table: SlotTable, slot_units: int) -> list[int
         live = states == SlotState.LIVE
         held = (table.holds[slots] > 0) | (table.transfers[slots] > 0) | ~(live | (states == SlotState.FREE))
         if not held.any():
-            used = state.policies[table.tier].ranks(slots[live])
+            used = state.candidates(table.tier, int(table.extent_slot_units[extent])).ranks(slots[live])
             found.append((int(used.max()) if used.size else 0, int(extent)))
-    return [extent for _, extent in sorted(found)]
+    return sorted(found)
 
 
 def _slots_of_extent(table: SlotTable, extent: int) -> SlotIds:
@@ -229,7 +255,7 @@ def _closure(state: State, table: SlotTable, extent: int) -> list[int] | None:
 
 def next_writes(state: State, limit: int) -> list[StartWrite]:
     """Up to `limit` blocks to copy down now. The mover asks when it has room; nothing is started otherwise."""
-    if state.nvme is None or state.sizes.nvme_write == "off" or state.now < state.writes_paused_until:
+    if not _writes_down(state) or state.now < state.writes_paused_until:
         return []
     if state.sizes.nvme_write == "on_evict":
         _queue_coldest(state, limit)
@@ -294,6 +320,9 @@ def keep_staging(state: State, table: SlotTable, slot_units: int) -> None:
     unassigned = int(np.count_nonzero(table.extent_slot_units == 0)) * (table.extent_units // slot_units)
     coming = table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES)
     short = wanted - len(table.free.get(slot_units, ())) - unassigned - coming
+    if short > 0:
+        take_colder_extent(state, table, slot_units)
+        short -= table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES) - coming
     victims = 0
     while victims < short and evict_one(state, Tier.NVME, slot_units):
         victims += 1

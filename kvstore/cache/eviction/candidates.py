@@ -41,6 +41,7 @@ class Candidates:
         self._index, self._table, self._policy, self._slot_units = index, table, policy, slot_units
         self._last = policy.lines if policy.lines > 1 else 0  # beside several lines, pinned slots have one of their own
         self._lines = [_Line() for _ in range(self._last + 1)]
+        self.evictions_until_look = 0  # until it is worth to look whether another size's blocks are colder
 
     def evictable(self, slot: int) -> bool:
         """Rule leaves-first: live, unheld, and without children in this tier."""
