@@ -104,6 +104,26 @@ class DirectFile:
         self._fd.close()
 
 
+def write_and_read_back(path: Path) -> None:
+    """Write one page to a file, made where it is missing, and read it back from the medium. Raises OSError and what DirectFile raises."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, UNIT_BYTES)
+    finally:
+        os.close(fd)
+    written, found = mmap.mmap(-1, UNIT_BYTES), mmap.mmap(-1, UNIT_BYTES)
+    written[:] = os.urandom(UNIT_BYTES)
+    file = DirectFile(path)
+    try:
+        file.write(0, [memoryview(written)])
+        file.sync()
+        file.read(0, [memoryview(found)])
+    finally:
+        file.close()
+    if found[:] != written[:]:
+        raise Unavailable(f"{path}: reads back other bytes than were written; replace the disk")
+
+
 def os_fault(path: Path, verb: str, at: int, error: OSError) -> KVStoreError:
     """The store's own error for what the system answered."""
     text = f"{path}: {verb} at byte {at}: {error.strerror}"
@@ -111,7 +131,7 @@ def os_fault(path: Path, verb: str, at: int, error: OSError) -> KVStoreError:
         return ResourceExhausted(f"{text}; free some room on the disk")
     if error.errno in (errno.EINVAL, errno.EFAULT):
         return InvalidArgument(f"{text}; offset, length and memory must be multiples of {UNIT_BYTES} bytes")
-    return Unavailable(text)
+    return Unavailable(f"{text}; check the disk and the system's log")
 
 
 def _open_direct(path: Path) -> tuple[int, str]:

@@ -1,8 +1,9 @@
-"""Keeps what is wrong with a tier now: a fault stands until the same kind of call works again."""
+"""Keeps what is wrong with a tier now: a fault stands until the same kind of call works again, or a probe finds the medium well."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 from kvstore.tiers.base import Health, HealthState
 
@@ -13,20 +14,30 @@ class HealthRecord:
     def __init__(self, standing: str = "") -> None:
         """`standing`: what is not as asked for as long as the tier is open, with what to do; empty where all is well."""
         self._standing = standing
-        self._faults: dict[str, str] = {}
+        self._faults: dict[str, tuple[str, float]] = {}  # by kind: the reason, and when it was met last
         self._closed = False
         self._lock = threading.Lock()
 
     def failed(self, kind: str, reason: str) -> None:
         """A call of this kind ("read", "write", ...) met a fault of the medium."""
         with self._lock:
-            self._faults[kind] = reason
+            self._faults[kind] = (reason, time.monotonic())
 
     def worked(self, kind: str) -> None:
         """A call of this kind did what it should."""
         if kind in self._faults:  # without the lock: nearly always false, and a fault noted meanwhile is cleared next time
             with self._lock:
                 self._faults.pop(kind, None)
+
+    def quiet_for(self, seconds: float) -> bool:
+        """Whether faults stand, and none was met for so long: what was wrong may be over."""
+        with self._lock:
+            return bool(self._faults) and max(at for _, at in self._faults.values()) < time.monotonic() - seconds
+
+    def well(self, since: float) -> None:
+        """A probe that began at `since` (monotonic seconds) worked: only faults met after that stand."""
+        with self._lock:
+            self._faults = {kind: fault for kind, fault in self._faults.items() if fault[1] > since}
 
     def close(self) -> None:
         """From now on the tier answers nothing."""
@@ -37,7 +48,7 @@ class HealthRecord:
         if self._closed:
             return Health(HealthState.FAILED, "closed")
         with self._lock:
-            reasons = [*self._faults.values(), *([self._standing] if self._standing else [])]
+            reasons = [*(reason for reason, _ in self._faults.values()), *([self._standing] if self._standing else [])]
         if not reasons:
             return Health(HealthState.OK)
         return Health(HealthState.DEGRADED, "; ".join(reasons))

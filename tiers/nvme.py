@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.config import format_bytes
-from kvstore.errors import ConfigError, EnvironmentFault, Unavailable
+from kvstore.errors import ConfigError, EnvironmentFault, KVStoreError, Unavailable
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import record_codec as codec
 from kvstore.tiers.base import BlockRecord, Health
-from kvstore.tiers.direct_io import DirectFile, check_range
+from kvstore.tiers.direct_io import DirectFile, check_range, write_and_read_back
 from kvstore.tiers.health import HealthRecord
 from kvstore.tiers.nvme_directory import Layout, NvmeDirectory, StoredNamespace
 from kvstore.tiers.nvme_records import LoadedRecords, RecordFile
@@ -32,6 +33,7 @@ from kvstore.tiers.record_codec import RecordState
 from kvstore.tiers.room import Request, allocate
 from kvstore.tiers.small_files import sync_directory
 
+PROBE_QUIET_S = 3.0  # seconds without a new fault until a probe is worth it: failed writes and deletes are tried again every second
 MAX_CAPACITY_BYTES = UNIT_BYTES << 32  # bytes: a slot's place is a count of units in 32 bits
 
 
@@ -126,7 +128,8 @@ class NvmeTier:
 
         Raises ResourceExhausted where the disk is full, Unavailable on other faults.
         """
-        return await self.directory.add_namespace(digest, facts)
+        with self._watched("namespaces"):
+            return await self.directory.add_namespace(digest, facts)
 
     def load(self) -> LoadedRecords:
         """Every block that was here when the tier was opened, oldest first; records of no use are erased.
@@ -185,6 +188,22 @@ class NvmeTier:
     def health(self) -> Health:
         """See `ByteTier.health`."""
         return self._health.health()
+
+    def probe(self) -> None:
+        """Where faults stand and none is new, write a page and read it back: if that works, they stand no more. Call it in a thread.
+
+        Not in the file of slots, all of which belongs to the cache. Where there is nothing left to write or delete, nothing else would
+        find out that the disk is well again.
+        """
+        if not self._health.quiet_for(PROBE_QUIET_S):
+            return
+        began_at = time.monotonic()
+        try:
+            write_and_read_back(self.directory.path / "probe")
+        except (KVStoreError, OSError) as error:
+            self._health.failed("probe", f"nvme: {error}")
+        else:
+            self._health.well(began_at)
 
     async def stop_clean(self) -> None:
         """Sync, say on disk that this was an orderly stop, and close. Nothing may be written any more."""

@@ -14,7 +14,7 @@ from kvstore.tiers import small_files
 from kvstore.tiers.owner_lock import OwnerLock
 
 FORMAT_VERSION = 1  # of everything in the directory: raise it when the meaning of any file changes
-OWN_FILES = ("data", "records", "namespaces.json", "clean.json", "format.json")  # removed in this order by `clear`
+OWN_FILES = ("probe", "data", "records", "namespaces.json", "clean.json", "format.json")  # removed in this order by `clear`
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.config import Settings, format_bytes
 from kvstore.daemon import sockets, startup
+from kvstore.daemon.health_watch import HealthWatch
 from kvstore.daemon.logs import set_up
 from kvstore.daemon.metrics import Figures, Metrics
 from kvstore.daemon.rpc import Edge
@@ -24,7 +25,6 @@ from kvstore.errors import ConfigError
 from kvstore.geometry import UNIT_BYTES
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import add_KVStoreServicer_to_server
-from kvstore.tiers.base import HealthState
 
 TICK_S = 0.1  # seconds between looks at deadlines
 COLLECT_TICKS = 2  # ticks between looks for processes that are gone: 0.2 s
@@ -83,6 +83,8 @@ class Daemon:
         self._stop_metrics: Callable[[], None] | None = None
         self._metrics_place = ""
         self._health = health.aio.HealthServicer()
+        probes = {"nvme": parts.nvme.probe} if parts.nvme is not None else {}
+        self._health_watch = HealthWatch(parts.health, self._health, SERVICE, probes)
         self._server = grpc.aio.server(
             interceptors=[Edge(self._metrics)], options=_options(settings), maximum_concurrent_rpcs=MAX_CALLS
         )
@@ -104,7 +106,7 @@ class Daemon:
             self._metrics_place = f"{self._settings.metrics.rpartition(':')[0]}:{port}"
         self._ticker = asyncio.create_task(self._tick())
         await self._touched()
-        await self._show_health()
+        await self._health_watch.look()
         await self._server.start()
 
     def readiness(self) -> str:
@@ -161,7 +163,7 @@ class Daemon:
                     self._hub.collect()
                 if ticks % BEAT_TICKS == 0:
                     self._hub.beat()
-                    await self._show_health()
+                    await self._health_watch.look()
                     told_bytes = self._tell_prefault(told_bytes)
                 self._hub.cache.dram_ready(self._parts.dram.touched_units)
                 self._hub.cache.tick(self._hub.now)
@@ -175,15 +177,6 @@ class Daemon:
         if touched_bytes != told_bytes:
             log.info("dram: %s of %s touched", format_bytes(touched_bytes), format_bytes(dram.capacity_bytes))
         return touched_bytes
-
-    async def _show_health(self) -> None:
-        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        states = self._parts.health()
-        for tier, state in states.items():
-            await self._health.set(f"kvstore.tier.{tier}", serving if state.state is HealthState.OK else not_serving)
-        whole = not_serving if states["dram"].state is HealthState.FAILED else serving
-        await self._health.set("", whole)
-        await self._health.set(SERVICE, whole)
 
     def _figures(self) -> Figures:
         transfers = self._hub.transfers

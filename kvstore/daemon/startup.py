@@ -33,7 +33,7 @@ from kvstore.tiers.nvme import Durable, NvmeOptions, NvmeTier
 from kvstore.tiers.nvme_records import LoadedRecords
 
 REFUSED_PAUSE_S = 1.0  # seconds until a disk that refused a namespace is asked again: as long as after a block's failed write
-STUCK_S = 10.0  # seconds: a disk that has not answered for so long is shown as degraded
+REMEMBER_S = 2.0  # seconds that a client waits for the disk to take its namespace: a disk that is well takes milliseconds
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +45,38 @@ class Parts:
     hub: Hub
     dram: DramTier
     nvme: NvmeTier | None
+    stuck_s: float  # a transfer that is under way for longer than anybody waits shows as degraded
     _refused: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # namespaces that the disk is asked again to remember
 
     async def remember(self, namespace: KnownNamespace) -> None:
         """Return when the namespace's facts are on disk: from then on its blocks may be.
 
-        Where the disk refuses them the namespace lives in memory alone until it takes them: its blocks' writes fail, and are counted.
+        Where the disk refuses them, or does not answer, the namespace lives in memory alone until it takes them: its blocks' writes
+        fail, and are counted.
         """
         if self.nvme is None or namespace.digest in self.nvme.namespaces or namespace.digest in self._refused:
             return
-        try:
-            await self.nvme.add_namespace(namespace.digest, namespace.stored_facts())
-        except errors.EnvironmentFault as error:
-            log.error("nvme: namespace %s is not remembered, its blocks stay in memory: %s", namespace.digest.hex()[:12], error)
-            self._refused[namespace.digest] = asyncio.create_task(self._remember_later(self.nvme, namespace))
+        attempt = asyncio.create_task(self._tried(self.nvme, namespace))
+        self._refused[namespace.digest] = asyncio.create_task(self._remember(self.nvme, namespace, attempt))
+        await asyncio.wait({attempt}, timeout=REMEMBER_S)
+        if namespace.digest in self.nvme.namespaces:
+            return
+        why = str(attempt.result() if attempt.done() else f"no answer within {REMEMBER_S:g} s; check the disk")
+        log.error("nvme: namespace %s is not remembered, its blocks stay in memory: %s", namespace.digest.hex()[:12], why)
 
-    async def _remember_later(self, nvme: NvmeTier, namespace: KnownNamespace) -> None:
-        while namespace.digest not in nvme.namespaces:
+    async def _tried(self, nvme: NvmeTier, namespace: KnownNamespace) -> errors.EnvironmentFault | None:
+        try:
+            await nvme.add_namespace(namespace.digest, namespace.stored_facts())
+        except errors.EnvironmentFault as error:
+            return error
+        return None
+
+    async def _remember(self, nvme: NvmeTier, namespace: KnownNamespace, attempt: asyncio.Task[errors.EnvironmentFault | None]) -> None:
+        """Until the disk has taken it."""
+        refused = await attempt
+        while refused is not None:
             await asyncio.sleep(REFUSED_PAUSE_S)
-            with contextlib.suppress(errors.EnvironmentFault):  # logged the first time
-                await nvme.add_namespace(namespace.digest, namespace.stored_facts())
+            refused = await self._tried(nvme, namespace)
         del self._refused[namespace.digest]
 
     def stop_remembering(self) -> None:
@@ -77,7 +89,7 @@ class Parts:
         states = {"dram": self.dram.health()}
         if self.nvme is not None:
             states["nvme"] = self.nvme.health()
-            if self.hub.transfers is not None and (stuck_s := self.hub.transfers.longest_out_s()) > STUCK_S:
+            if self.hub.transfers is not None and (stuck_s := self.hub.transfers.longest_out_s()) > self.stuck_s:
                 states["nvme"] = Health(HealthState.DEGRADED, f"nvme: a transfer has been under way for {stuck_s:.0f} s; check the disk")
         return states
 
@@ -107,7 +119,7 @@ async def build(settings: Settings) -> Parts:
         raise
     for note in (*dram.notes, *(nvme.notes if nvme else ())):
         log.warning("%s", note)
-    return Parts(hub, dram, nvme)
+    return Parts(hub, dram, nvme, settings.acquire_timeout_s)
 
 
 async def _open_nvme(settings: Settings) -> NvmeTier | None:

@@ -41,6 +41,8 @@ class DaemonProcess:
         self.flags = ["--listen", self.address, "--dram", dram, "--dram-dir", str(self.shared), "--metrics", "127.0.0.1:0"]
         self.flags += ["--nvme", str(self.data), "--nvme-bytes", nvme_bytes] if nvme else []
         self.flags += flags
+        self.program = "kvstore.cli.main"  # the module whose `main` it runs; another one may put faults under it first
+        self.environment: dict[str, str] = {}  # for its process, beside the caller's
         self.ready = ""  # the readiness line
         self._process: subprocess.Popen[str] | None = None
 
@@ -63,9 +65,9 @@ class DaemonProcess:
 
     def start(self) -> Self:
         """Start it and wait until it is ready. Raises RuntimeError with its log where it does not come up."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")} | self.environment
         with self.log_path.open("a") as log:
-            command = [sys.executable, "-c", "from kvstore.cli.main import main; raise SystemExit(main())", "serve", *self.flags]
+            command = [sys.executable, "-c", f"from {self.program} import main; raise SystemExit(main())", "serve", *self.flags]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         stuck = threading.Timer(START_TIMEOUT_S, self._process.kill)
         stuck.start()

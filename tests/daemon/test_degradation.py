@@ -1,0 +1,210 @@
+"""A disk that fails, fills up, or stops answering: it shows in health, statistics, metrics and the log, and passes by itself."""
+
+from __future__ import annotations
+
+import queue
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore.clients.client import KVClient
+from kvstore.clients.handles import Namespace
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+from kvstore.testing.daemon import DaemonProcess
+from tests.blocks import GEOMETRY, IDENTITY, chain
+from tests.cases.disks import limit_files
+from tests.cases.figures import all_on_disk, eventually, opaque, read, store, tier
+from tests.daemon.faulty import FaultyDaemon
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+WAIT_S = 0.6  # seconds that anybody waits for a block here
+BACK_S = 12.0  # seconds until a disk that is well again shows as well: some of quiet, a probe, a look
+# Everything as in earnest, in a third of the time: a second try, and a probe when for longer than that nothing has failed.
+HURRY = "kvstore.cache.completions.WRITE_PAUSE_S=0.3,kvstore.tiers.nvme.PROBE_QUIET_S=0.9"
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> Iterator[FaultyDaemon]:
+    """A daemon whose disk does as it is told."""
+    with FaultyDaemon(tmp_path, ["--acquire-timeout-s", str(WAIT_S), "--shutdown-s", "2"], constants=HURRY) as process:
+        yield process
+
+
+@pytest.fixture
+def client(sick: FaultyDaemon) -> Iterator[KVClient]:
+    with KVClient(sick.address) as made:
+        yield made
+
+
+def health(daemon: DaemonProcess, service: str) -> int:
+    """As grpc's own health service answers."""
+    with grpc.insecure_channel(f"unix:{daemon.address}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status)
+
+
+def metric(daemon: DaemonProcess, name: str) -> float:
+    """0 where there is no such metric."""
+    with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=5) as reply:
+        lines = reply.read().decode().splitlines()
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+def shows_as(daemon: DaemonProcess, client: KVClient, state: str, within_s: float = 5.0) -> bool:
+    """Whether statistics, metrics and health come to agree that the disk is so; the store as a whole serves all the while."""
+    served = SERVING if state == "ok" else NOT_SERVING
+    gauge = f'kvstore_tier_health{{state="{state}",tier="nvme"}}'
+
+    def agrees() -> bool:
+        assert health(daemon, "") == health(daemon, "kvstore.v1.KVStore") == health(daemon, "kvstore.tier.dram") == SERVING
+        return tier(client, "nvme").health == state and health(daemon, "kvstore.tier.nvme") == served and metric(daemon, gauge) == 1
+
+    return eventually(agrees, within_s)
+
+
+def on_disk_only(client: KVClient, namespace: Namespace, daemon: DaemonProcess, hashes: bytes) -> None:
+    store(client, namespace, hashes)
+    assert all_on_disk(client, len(hashes) // 32)
+    daemon.restart(kill=False)
+
+
+def test_reads_that_fail_are_misses_and_show(sick: FaultyDaemon, client: KVClient) -> None:
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    on_disk_only(client, namespace, sick, chain(1, 20))
+    sick.fault("EIO", "read")
+    assert read(client, namespace, chain(1, 20)) == 0
+    assert shows_as(sick, client, "degraded")
+    assert "Input/output error" in tier(client, "nvme").health_reason
+    assert "check the disk" in tier(client, "nvme").health_reason
+    assert metric(sick, 'kvstore_transfers_total{kind="read",result="failed"}') >= 1
+    assert metric(sick, 'kvstore_cache_events_total{event="unreadable_blocks"}') >= 1
+    assert "nvme is degraded: " in sick.log()
+    assert store(client, namespace, chain(2, 20)).stored == 20
+    assert read(client, namespace, chain(2, 20)) == 20, "memory serves as ever"
+    time.sleep(2.5)
+    assert shows_as(sick, client, "degraded"), "the probe fails too"
+    sick.heal()
+    assert shows_as(sick, client, "ok", BACK_S), "and nobody has read anything meanwhile"
+    assert "nvme: well again after" in sick.log()
+    assert sick.log().count("nvme is degraded: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "call", "text"),
+    [("EIO", "write", "Input/output error"), ("ENOSPC", "write", "free some room"), ("EROFS", "record", "Read-only")],
+)
+def test_writes_that_fail_show_and_are_made_up_for(sick: FaultyDaemon, client: KVClient, what: str, call: str, text: str) -> None:
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    store(client, namespace, chain(1, 20))
+    assert all_on_disk(client, 20)
+    sick.fault(what, call)
+    assert store(client, namespace, chain(2, 20)).stored == 20, "nobody who stores is made to wait, or refused"
+    assert shows_as(sick, client, "degraded")
+    assert text in tier(client, "nvme").health_reason
+    assert tier(client, "nvme").blocks == 20, "nothing that was not stored is reported stored"
+    assert client.lookup(namespace, chain(2, 20)).tiers == ("dram",) * 20
+    assert metric(sick, 'kvstore_cache_events_total{event="failed_writes"}') >= 1
+    time.sleep(1.5)
+    assert shows_as(sick, client, "degraded"), "as long as it lasts"
+    sick.heal()
+    assert all_on_disk(client, 40)
+    assert shows_as(sick, client, "ok", BACK_S)
+    sick.restart()
+    assert read(client, namespace, chain(1, 20)) == read(client, namespace, chain(2, 20)) == 20
+
+
+def test_a_fault_whose_work_is_gone_passes_by_a_probe(sick: FaultyDaemon, client: KVClient) -> None:
+    """The block that could not be written is cleared meanwhile: nothing of the daemon's own work would try the disk again."""
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    sick.fault("EIO", "write")
+    store(client, namespace, chain(1, 3))
+    assert shows_as(sick, client, "degraded")
+    client.clear(namespace)
+    sick.heal()
+    assert shows_as(sick, client, "ok", BACK_S)
+    assert tier(client, "nvme").blocks == 0
+
+
+def test_reads_that_never_return_cost_the_deadline_and_show(sick: FaultyDaemon, client: KVClient) -> None:
+    """Case 37: a deadline, then a miss; the late bytes come into no other block's slot; and the disk shows as sick until then."""
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    on_disk_only(client, namespace, sick, chain(1, 20))
+    sick.fault("stuck", "read")
+    for _ in range(3):
+        started_at = time.monotonic()
+        assert read(client, namespace, chain(1, 20)) == 0
+        assert time.monotonic() - started_at < 2 * WAIT_S + 1
+    assert shows_as(sick, client, "degraded")
+    assert "under way" in tier(client, "nvme").health_reason
+    assert metric(sick, "kvstore_longest_transfer_seconds") > WAIT_S
+    assert metric(sick, 'kvstore_cache_events_total{event="acquire_deadlines"}') >= 3
+    for seed in range(2, 400):  # as much as memory has, and more: the slots that wait for the disk are nobody else's
+        assert store(client, namespace, chain(seed, 20)).stored == 20
+    assert tier(client, "dram").class_bytes["filling"] > 0
+    sick.heal()
+    assert shows_as(sick, client, "ok", BACK_S)
+    assert eventually(lambda: tier(client, "dram").class_bytes["filling"] == 0)
+    assert [read(client, namespace, chain(seed, 20)) for seed in range(380, 400)] == [20] * 20
+    assert read(client, namespace, chain(1, 20)) == 20
+
+
+def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon, client: KVClient) -> None:
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    on_disk_only(client, namespace, sick, chain(1, 4))
+    sick.fault("stuck", "read", "write")
+    assert read(client, namespace, chain(1, 4)) == 0
+    started_at = time.monotonic()
+    sick.stop()
+    assert time.monotonic() - started_at < 8
+    sick.heal()
+    sick.start()
+    assert read(client, namespace, chain(1, 4)) == 4
+
+
+def test_a_disk_that_does_not_answer_keeps_no_new_model_waiting(sick: FaultyDaemon, client: KVClient) -> None:
+    """A namespace is used from memory until the disk has taken it; then its blocks go down like any others."""
+    sick.fault("EIO", "sync", "write", "record")
+    (sick.data / "namespaces.json.new").mkdir()  # so that it cannot be replaced
+    started_at = time.monotonic()
+    namespace = client.open_namespace(IDENTITY, opaque(5_000))
+    assert time.monotonic() - started_at < 4
+    assert store(client, namespace, chain(1, 5)).stored == 5
+    assert shows_as(sick, client, "degraded")
+    (sick.data / "namespaces.json.new").rmdir()
+    sick.heal()
+    assert all_on_disk(client, 5)
+    assert shows_as(sick, client, "ok", BACK_S)
+
+
+def test_a_real_limit_on_files_shows_and_passes(daemon: DaemonProcess) -> None:
+    """The same with no pretence: the system itself refuses to write past a place in the file."""
+    with KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, GEOMETRY)
+        limit_files(daemon.pid, 10 * GEOMETRY.slot_bytes)
+        store(client, namespace, chain(1, 30))
+        assert shows_as(daemon, client, "degraded")
+        assert "File too large" in tier(client, "nvme").health_reason
+        limit_files(daemon.pid, None)
+        assert all_on_disk(client, 30)
+        assert shows_as(daemon, client, "ok", BACK_S)
+
+
+def test_a_sender_that_stops_gives_its_slot_back(tmp_path: Path) -> None:
+    """A Write in pieces, the next of which never comes: it ends by a deadline, and its key is free."""
+    with FaultyDaemon(tmp_path, constants="kvstore.daemon.byte_calls.PIECE_TIMEOUT_S=0.5") as daemon, KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, GEOMETRY)
+        pieces: queue.SimpleQueue[pb.BlockBytes | None] = queue.SimpleQueue()
+        pieces.put(pb.BlockBytes(namespace_id=namespace.id, epoch=namespace.epoch, hash=chain(1, 1), parent=bytes(32), data=bytes(100)))
+        with grpc.insecure_channel(f"unix:{daemon.address}") as channel:
+            with pytest.raises(grpc.RpcError, match="send the block again"):
+                KVStoreStub(channel).Write(iter(pieces.get, None), timeout=10)
+            pieces.put(None)
+        assert eventually(lambda: tier(client, "dram").held_bytes == 0, 1.0)
+        assert store(client, namespace, chain(1, 1)).stored == 1
