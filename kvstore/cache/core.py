@@ -205,7 +205,10 @@ class Cache:
         recovery.survivors_gone(self.state, units)
 
     def snapshot(self, namespace: int) -> Iterator[tuple[Tier, bytes, bytes]]:
-        """All blocks of a namespace, tier by tier, in pieces: (tier, packed hashes, packed parents)."""
+        """All blocks of a namespace, tier by tier, in pieces: (tier, packed hashes, packed parents).
+
+        Between two pieces the cache may change: each is true when it is taken, and notices say what changed since the first.
+        """
         index = self.state.index
         rows = index.rows()
         rows = rows[index.namespace[rows] == namespace]
@@ -213,6 +216,7 @@ class Cache:
             here = rows[index.slot[tier][rows] > 0]
             for start in range(0, len(here), SNAPSHOT_BLOCKS):
                 piece = here[start : start + SNAPSHOT_BLOCKS]
+                piece = piece[(index.namespace[piece] == namespace) & (index.slot[tier][piece] > 0)]  # rows are used again
                 yield tier, pack_hashes(index.hash[piece]), pack_hashes(index.hash[index.parent[piece]])
 
     def stats(self) -> CacheStats:
