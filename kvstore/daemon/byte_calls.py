@@ -7,7 +7,7 @@ slots back as soon as the copy in progress has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -169,7 +169,7 @@ class ByteCalls:
         `find` answers a piece's namespace, or raises. Raises InvalidArgument for pieces out of order, Corruption for a wrong checksum,
         DeadlineExceeded where the next piece does not come: a slot is not kept for a client that has stopped.
         """
-        pieces = _in_time(pieces)
+        pieces = _coming(pieces)
         outcomes = bytearray()
         stopped = False
         while (first := await anext(pieces, None)) is not None:
@@ -239,16 +239,18 @@ class ByteCalls:
             raise
 
 
-async def _in_time(pieces: AsyncIterator[pb.BlockBytes]) -> AsyncIterator[pb.BlockBytes]:
-    """Each piece as it comes. Raises DeadlineExceeded."""
-    while True:
-        try:
-            async with asyncio.timeout(PIECE_TIMEOUT_S):
-                piece = await anext(pieces, None)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"no piece came for {PIECE_TIMEOUT_S:g} s; send the block again") from None
-        if piece is None:
-            return
+async def in_time(step: Awaitable[T], what: str) -> T:
+    """A client's part in one piece. Raises DeadlineExceeded: nothing is kept for one that has stopped."""
+    try:
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            return await step
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"{what} for {PIECE_TIMEOUT_S:g} s; try again") from None
+
+
+async def _coming(pieces: AsyncIterator[pb.BlockBytes]) -> AsyncIterator[pb.BlockBytes]:
+    """Each piece as it comes, in time."""
+    while (piece := await in_time(anext(pieces, None), "no piece came")) is not None:
         yield piece
 
 

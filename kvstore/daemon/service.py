@@ -15,7 +15,7 @@ from kvstore import __version__, errors
 from kvstore.cache.messages import Refused
 from kvstore.config import Settings
 from kvstore.daemon import wire
-from kvstore.daemon.byte_calls import ByteCalls
+from kvstore.daemon.byte_calls import ByteCalls, in_time
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.namespaces import KnownNamespace
 from kvstore.daemon.rpc import tenant_of
@@ -103,7 +103,7 @@ class Service(KVStoreServicer):
         timeout_s = wire.seconds_of(request.timeout_s, "timeout_s", self._settings.acquire_timeout_s)
         async with contextlib.aclosing(self.bytes.read(namespace, wire.hashes_of(request.hashes), timeout_s)) as pieces:
             async for piece in pieces:
-                await context.write(piece)
+                await in_time(context.write(piece), "the client has not read")
 
     async def Write(self, request_iterator: AsyncIterator[pb.BlockBytes], context: Context) -> pb.WriteReply:  # noqa: N802
         def find(piece: pb.BlockBytes) -> KnownNamespace:

@@ -203,8 +203,26 @@ def test_a_sender_that_stops_gives_its_slot_back(tmp_path: Path) -> None:
         pieces: queue.SimpleQueue[pb.BlockBytes | None] = queue.SimpleQueue()
         pieces.put(pb.BlockBytes(namespace_id=namespace.id, epoch=namespace.epoch, hash=chain(1, 1), parent=bytes(32), data=bytes(100)))
         with grpc.insecure_channel(f"unix:{daemon.address}") as channel:
-            with pytest.raises(grpc.RpcError, match="send the block again"):
+            with pytest.raises(grpc.RpcError, match="no piece came"):
                 KVStoreStub(channel).Write(iter(pieces.get, None), timeout=10)
             pieces.put(None)
         assert eventually(lambda: tier(client, "dram").held_bytes == 0, 1.0)
         assert store(client, namespace, chain(1, 1)).stored == 1
+
+
+def test_a_reader_that_stops_gives_its_leases_back(tmp_path: Path) -> None:
+    """A Read whose answer nobody takes: more than any buffer on the way holds."""
+    large = opaque(1 << 20)
+    constants = "kvstore.daemon.byte_calls.PIECE_TIMEOUT_S=0.5"
+    with FaultyDaemon(tmp_path, constants=constants, nvme=False) as daemon, KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, large)
+        store(client, namespace, chain(1, 40))
+        request = pb.ReadRequest(namespace_id=namespace.id, epoch=namespace.epoch, hashes=chain(1, 40), timeout_s=1)
+        with grpc.insecure_channel(f"unix:{daemon.address}") as channel:
+            stream = KVStoreStub(channel).Read(request, timeout=20)
+            assert next(iter(stream)).data
+            assert eventually(lambda: tier(client, "dram").held_bytes > 0)
+            assert eventually(lambda: tier(client, "dram").held_bytes == 0, 5.0)
+            with pytest.raises(grpc.RpcError, match="the client has not read"):
+                for _ in stream:
+                    pass
