@@ -131,6 +131,15 @@ class NvmeTier:
         with self._watched("namespaces"):
             return await self.directory.add_namespace(digest, facts)
 
+    async def forget_unused(self, loaded: LoadedRecords) -> int:
+        """Forget the namespaces of which `load` has found no block; how many. Raises as `add_namespace` does."""
+        used = set(np.unique(loaded.namespaces).tolist())
+        unused = [digest for digest, each in self.namespaces.items() if each.number not in used]
+        if unused:
+            with self._watched("namespaces"):
+                await self.directory.forget_namespaces(unused)
+        return len(unused)
+
     def load(self) -> LoadedRecords:
         """Every block that was here when the tier was opened, oldest first; records of no use are erased.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,13 @@ class NvmeDirectory:
                 await small_files.replace_json(self.path / "namespaces.json", [_namespace_json(each) for each in everyone.values()])
                 self.namespaces = everyone
             return added
+
+    async def forget_namespaces(self, digests: Collection[bytes]) -> None:
+        """These are not known any more; no record may name one. Raises as `add_namespace` does."""
+        async with self._writing:
+            left = {digest: each for digest, each in self.namespaces.items() if digest not in digests}
+            await small_files.replace_json(self.path / "namespaces.json", [_namespace_json(each) for each in left.values()])
+            self.namespaces = left
 
     async def mark_clean(self) -> None:
         """Say that everything is on disk and nothing will be written any more."""

@@ -173,6 +173,8 @@ async def _recover(hub: Hub, nvme: NvmeTier) -> None:
     started_at = time.monotonic()
     log.info("nvme: reading the records of %s in %s", format_bytes(nvme.capacity_bytes), nvme.directory.path)
     loaded = await asyncio.to_thread(nvme.load)
+    with contextlib.suppress(errors.EnvironmentFault):  # health shows it; next time, then
+        await nvme.forget_unused(loaded)
     ids = np.zeros(1 + max((each.number for each in nvme.namespaces.values()), default=0), np.int32)
     for stored in nvme.namespaces.values():
         try:
