@@ -104,6 +104,7 @@ class Settings:
     dram: DramSettings = field(default_factory=DramSettings)
     nvme: NvmeSettings = field(default_factory=NvmeSettings)
     index: IndexSettings = field(default_factory=IndexSettings)
+    eviction: str = setting("lru", "which blocks go first when a tier is full", choices=("lru", "s3fifo", "cost"))
     verify: str = setting("transfer", "check blocks when they move between tiers, or at every read too", choices=("transfer", "read"))
     session: SessionSettings = field(default_factory=SessionSettings)
     acquire_timeout_s: float = setting(10.0, "the longest that a request waits for blocks on their way up", unit="s", low=0.001)

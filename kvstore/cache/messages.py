@@ -119,6 +119,7 @@ class NamespaceSpec:
     slot_units: int
     block_bytes: int
     keep: Keep = ALL_BLOCKS
+    block_tokens: int = 0  # for policies that weigh the work a block saves; 0: not known
 
 
 @dataclass(frozen=True)

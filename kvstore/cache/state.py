@@ -77,10 +77,10 @@ class State:
             self.tables[tier] = SlotTable(tier, capacity // UNIT_BYTES, extent // UNIT_BYTES, slots)
         self.dram = self.tables[Tier.DRAM]
         self.nvme = self.tables.get(Tier.NVME)
-        make = make_policy or POLICIES[sizes.eviction]
-        self.policies = {tier: make(self.index, table) for tier, table in self.tables.items()}
-        self._candidates: dict[tuple[Tier, int], Candidates] = {}
         self.namespaces: list[NamespaceSpec | None] = [None]  # by id; 0 is none
+        make = make_policy or POLICIES[sizes.eviction]
+        self.policies = {tier: make(self.index, table, self.namespaces) for tier, table in self.tables.items()}
+        self._candidates: dict[tuple[Tier, int], Candidates] = {}
         self.namespace_ids: dict[bytes, int] = {}
         self.sessions: dict[int, Session] = {}
         self.groups: dict[tuple[str, str], Group] = {}  # by tenant and name

@@ -74,7 +74,7 @@ class Namespaces:
 
     def _opened(self, tenant: str, fields: Mapping[str, str], geometry: Geometry, keep: Keep) -> KnownNamespace:
         digest = namespace_digest(fields)
-        spec = NamespaceSpec(tenant, digest, geometry.slot_units, geometry.block_bytes, keep)
+        spec = NamespaceSpec(tenant, digest, geometry.slot_units, geometry.block_bytes, keep, geometry.block_tokens)
         known = next((each for each in self.of_tenant(tenant) if each.digest == digest), None)
         if known is None and len(self._open) >= MAX_NAMESPACES:
             raise errors.LimitExceeded(f"{MAX_NAMESPACES} namespaces are open, which is the most; restart the daemon to forget unused ones")

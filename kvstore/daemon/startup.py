@@ -147,6 +147,7 @@ def _sizes(settings: Settings, dram: DramTier, nvme: NvmeTier | None) -> CacheSi
         nvme_extent_bytes=nvme.extent_units * UNIT_BYTES if nvme else 0,
         index_blocks=settings.index.blocks,
         nvme_write=settings.nvme.write,
+        eviction=settings.eviction,
         seed=secrets.randbits(63),
         silence_s=settings.session.silence_s,
         max_sessions=settings.session.max_sessions,

@@ -22,9 +22,11 @@ namespaces = st.sampled_from([1, 1, 2, 3])
 
 
 class CacheMachine(RuleBasedStateMachine):
+    eviction = "lru"
+
     @initialize(write=st.sampled_from(["through", "through", "on_evict", "off"]), nvme=st.booleans(), verify=st.sampled_from(VERIFY))
     def build(self, write: str, nvme: bool, verify: str) -> None:
-        changes = {"nvme_write": write, "verify": verify} | ({} if nvme else {"nvme_bytes": 0})
+        changes = {"nvme_write": write, "verify": verify, "eviction": self.eviction} | ({} if nvme else {"nvme_bytes": 0})
         self.world = World(Cache(sizes(**changes)))
         self.cache = self.world.cache
         self.world.attach(0, 0, 0)

@@ -81,17 +81,22 @@ reached: Counter[str] = Counter()
 
 @pytest.mark.parametrize("number", range(SEEDS))
 def test_all_rules_hold_on_a_long_walk(number: int) -> None:
-    r = random.Random(number)
     machine = CacheMachine()
+    walk(machine, number, STEPS)
+    reached.update(machine.cache.stats().counters)
+    machine.teardown()
+
+
+def walk(machine: CacheMachine, number: int, count: int) -> None:
+    """`count` steps chosen by `number`; all rules are checked after each."""
+    r = random.Random(number)
     machine.build(r.choice(["through", "through", "on_evict", "off"]), r.random() < 0.85, r.choice(["transfer", "read"]))
     steps, weights = [step for _, step in WALK], [weight for weight, _ in WALK]
-    for step in r.choices(steps, weights, k=STEPS):
+    for step in r.choices(steps, weights, k=count):
         if not any(not client.ended for client in machine.world.clients.values()):
             attach(machine, r)
         step(machine, r)
         machine.world.step()
-    reached.update(machine.cache.stats().counters)
-    machine.teardown()
 
 
 def test_the_walks_reach_what_they_are_for() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.index import Index
+from kvstore.cache.messages import NamespaceSpec
 from kvstore.cache.slots import SlotTable
 
 FIRST_IN_LINE = 0  # a rank below any that use can give: blocks that nobody can reach any more
@@ -61,4 +62,5 @@ class Policy(Protocol):
         """`rank` for many. [n]"""
 
 
-PolicyMaker = Callable[[Index, SlotTable], Policy]
+Namespaces = Sequence[NamespaceSpec | None]  # by id, as they are opened
+PolicyMaker = Callable[[Index, SlotTable, Namespaces], Policy]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache.eviction.base import FIRST_IN_LINE, Policy
+from kvstore.cache.eviction.base import FIRST_IN_LINE, Namespaces, Policy
 from kvstore.cache.index import Index
 from kvstore.cache.slots import SlotTable
 
@@ -13,7 +13,7 @@ from kvstore.cache.slots import SlotTable
 class Lru(Policy):
     """One stamp a slot. All blocks of one operation share a stamp: among them the leaf rule alone decides."""
 
-    def __init__(self, index: Index, table: SlotTable) -> None:
+    def __init__(self, index: Index, table: SlotTable, namespaces: Namespaces) -> None:
         self._stamp = np.zeros(table.max_slots + 1, np.int64)
         self._stamp_at = self._stamp.data
         self._now = FIRST_IN_LINE + 1
