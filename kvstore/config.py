@@ -106,6 +106,7 @@ class Settings:
     index: IndexSettings = field(default_factory=IndexSettings)
     eviction: str = setting("lru", "which blocks go first when a tier is full", choices=("lru", "s3fifo", "cost"))
     verify: str = setting("transfer", "check blocks when they move between tiers, or at every read too", choices=("transfer", "read"))
+    scrub_bytes_per_s: int = setting(16 * MIB, "the most that is read per second to check blocks nobody reads; 0 for none", unit="bytes/s")
     session: SessionSettings = field(default_factory=SessionSettings)
     acquire_timeout_s: float = setting(10.0, "the longest that a request waits for blocks on their way up", unit="s", low=0.001)
     log: LogSettings = field(default_factory=LogSettings)

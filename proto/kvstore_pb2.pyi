@@ -527,7 +527,7 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., held_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters")
+    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -543,6 +543,8 @@ class StatsReply(_message.Message):
     INDEX_CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     INDEX_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_PASS_S_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     version: str
     uptime_s: float
@@ -551,7 +553,9 @@ class StatsReply(_message.Message):
     index_capacity_blocks: int
     index_used_blocks: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    scrub_passes: int
+    scrub_pass_s: float
+    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., scrub_passes: _Optional[int] = ..., scrub_pass_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("namespace_id", "epoch")

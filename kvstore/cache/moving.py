@@ -122,10 +122,15 @@ def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
         state.expose(tier, above)
 
 
-def remove(state: State, row: int) -> int:
-    """Take a block out of every tier by force; held slots become doomed. Its descendants go first in line. Returns tiers left."""
+def remove(state: State, row: int) -> None:
+    """Take a block out of every tier by force; held slots become doomed. Its descendants, which nobody can reach now, go first in line."""
+    take_out(state, row)
+    _descendants_first(state, row)
+
+
+def take_out(state: State, row: int) -> None:
+    """`remove` where the descendants go too."""
     index = state.index
-    left = 0
     for transfers in (state.reading, state.writing, state.verifying):
         if transfer := transfers.pop(row, None):
             transfer.row = 0
@@ -133,11 +138,8 @@ def remove(state: State, row: int) -> int:
     for tier in index.tiers:
         if slot := index.slot_at[tier][row]:
             _leave_tier(state, tier, row, slot)
-            left += 1
     index.flags_at[row] &= ~CHECKSUM_FLAGS
-    _descendants_first(state, row)
     index.drop_if_empty(row)
-    return left
 
 
 def _descendants_first(state: State, row: int) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
-from kvstore.cache.moving import remove
+from kvstore.cache.moving import take_out
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
@@ -170,7 +170,7 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
             if slot := index.slot_at[tier][row]:
                 bytes_in[tier] += state.tables[tier].slot_units_of(slot) * UNIT_BYTES
                 held += tier is Tier.DRAM and state.dram.holds_at[slot] > 0
-        remove(state, row)
+        take_out(state, row)
     waits |= state.flush_deletes()
     if waits:
         state.clears[clear_id] = waits

@@ -180,7 +180,7 @@ def _commit_one(state: State, session: Session, lease: Lease, slot: int, key: by
             free_key(state, slot)
         use(state, row)
         twin = 0 if state.verifies_hits else index.slot_at[Tier.DRAM][row]
-        if twin and leases.may_hold(state, session, [twin]):
+        if twin and leases.may_hold_one(state, session, twin):
             leases.append(state, lease, twin)
             state.hold_for(session, twin)
             return BlockOutcome.EXISTS, twin

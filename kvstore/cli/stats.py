@@ -49,7 +49,9 @@ def _table(facts: dict[str, Any]) -> list[str]:
     lines += ["", f"{'class':<14}" + "".join(f"{tier['tier']:>12}" for tier in facts["tiers"])]
     for name in CLASSES:
         lines.append(f"{name:<14}" + "".join(f"{format_bytes(tier['class_bytes'].get(name, 0)):>12}" for tier in facts["tiers"]))
-    lines += ["", f"index  {facts['index_used_blocks']} of {facts['index_capacity_blocks']} rows", ""]
+    lines += ["", f"index  {facts['index_used_blocks']} of {facts['index_capacity_blocks']} rows"]
+    passes = facts["scrub_passes"]
+    lines += [f"scrub  {passes} passes, the last took {facts['scrub_pass_s']:.1f} s" if passes else "scrub  no pass has ended", ""]
     lines.append(f"{'session':<9}{'held':>12}{'leases':>8}{'reserved':>10}  client")
     for session in facts["sessions"]:
         state = " (ended)" if session["ended"] else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,9 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstore.cache.messages import StartDelete, StartRead, StartWrite, TransferResult
+from kvstore.cache.messages import StartDelete, StartRead, StartVerify, StartWrite, Tier, TransferResult
 from kvstore.checksum import block_checksum
-from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, NamespaceFacts, Namespaces, ReadJob, WriteJob
+from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, NamespaceFacts, Namespaces, ReadJob, ScrubJob, VerifyJob, WriteJob
 from kvstore.errors import InternalFault, KVStoreError, ResourceExhausted
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers.base import BlockRecord, BlockTier
@@ -27,13 +28,16 @@ _Item = TypeVar("_Item")
 
 
 class Copier:
-    """Several threads call `run` at once, on jobs that share no slot. `faults` counts what went wrong, by kind and error class."""
+    """Several threads call `run` at once, on jobs none of which writes into another's slot.
 
-    def __init__(self, memory: memoryview, disk: BlockTier, namespaces: Namespaces) -> None:
-        """`memory`: the dram arena."""
+    `faults` counts what went wrong, by kind and error class.
+    """
+
+    def __init__(self, memory: memoryview, disk: BlockTier | None, namespaces: Namespaces) -> None:
+        """`memory`: the dram arena. Without a disk only what lies in memory can be looked at."""
         self.faults: Counter[str] = Counter()
         self._memory = memory
-        self._disk = disk
+        self._nvme = disk
         self._namespaces = namespaces
         self._lock = threading.Lock()
 
@@ -45,6 +49,8 @@ class Copier:
                     return self._read(job.items)
                 case WriteJob():
                     return self._write(job.items)
+                case VerifyJob() | ScrubJob():
+                    return [self._looked_at(each) for each in job.items]
                 case DeleteJob():
                     return self._delete(job.items)
                 case AssignJob():
@@ -119,6 +125,21 @@ class Copier:
         """All in one call, so that they share one sync. Not tried again: what a failed sync left may be lost though the next works."""
         return self._tried("record", partial(self._disk.write_records, records))
 
+    # ---- where they lie
+
+    def _looked_at(self, look: StartVerify) -> Moved:
+        """From the disk a block comes into memory of its own, which is given back at once."""
+        facts = self._facts(look.namespace)
+        if look.tier is Tier.DRAM:
+            found = self._checksum(look.namespace, look.hash, look.units)
+        else:
+            target = memoryview(mmap.mmap(-1, facts.slot_units * UNIT_BYTES))  # aligned, as O_DIRECT wants it
+            arrived = self._tried("scrub", partial(self._disk.read, look.units * UNIT_BYTES, [target]))
+            if arrived.result is not TransferResult.OK:
+                return arrived
+            found = block_checksum(facts.digest, look.hash, target[: facts.block_bytes])
+        return Moved(TransferResult.OK if look.checksum in (None, found) else TransferResult.CORRUPT, found)
+
     # ---- records alone
 
     def _delete(self, deletes: Sequence[StartDelete]) -> list[Moved]:
@@ -133,6 +154,12 @@ class Copier:
         return [results[delete.transfer] for delete in deletes]
 
     # ---- shared
+
+    @property
+    def _disk(self) -> BlockTier:
+        if self._nvme is None:
+            raise InternalFault("a transfer to or from a disk, and there is none")
+        return self._nvme
 
     def _tried(self, kind: str, act: Callable[[], None]) -> Moved:
         try:

@@ -24,6 +24,7 @@ from kvstore.cache.messages import (
     SessionEnded,
     StartDelete,
     StartRead,
+    StartVerify,
     StartWrite,
     Tier,
     TransferDone,
@@ -58,7 +59,7 @@ class Hub:
         self.namespaces = Namespaces(cache)
         self.sessions = Sessions(dram)
         self.notices = Notices(epoch, self.namespaces)
-        self.transfers: Transfers | None = None  # none without a disk
+        self.transfers: Transfers | None = None  # none until the daemon is put together
         self._dram = dram
         self._loop = asyncio.get_running_loop()
         self._grantees: dict[int, Grantee] = {}
@@ -107,7 +108,7 @@ class Hub:
                         grantee.granted(decision)
                 case AssignExtent(tier=Tier.DRAM):
                     self._dram.extent_assigned(decision.extent, decision.slot_units)
-                case StartRead() | StartDelete() | AssignExtent():
+                case StartRead() | StartVerify() | StartDelete() | AssignExtent():
                     if self.transfers is not None:
                         self.transfers.add(decision)
                 case Notice():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstore.cache.messages import AssignExtent, StartDelete, StartRead, StartWrite, TransferResult
+from kvstore.cache.messages import AssignExtent, StartDelete, StartRead, StartVerify, StartWrite, TransferResult
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,20 @@ class WriteJob:
 
 
 @dataclass(frozen=True, eq=False)
+class VerifyJob:
+    """Blocks to look at in dram, since somebody waits for them or their first checksum is due."""
+
+    items: tuple[StartVerify, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ScrubJob:
+    """Blocks to look at where they lie, in an idle moment. They may leave their slots meanwhile: what is found is for the core to judge."""
+
+    items: tuple[StartVerify, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class DeleteJob:
     """Records to overwrite."""
 
@@ -48,12 +62,12 @@ class AssignJob:
     items: tuple[AssignExtent, ...]
 
 
-Job = ReadJob | WriteJob | DeleteJob | AssignJob
+Job = ReadJob | WriteJob | VerifyJob | ScrubJob | DeleteJob | AssignJob
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What became of one item. `checksum` (low, high) of the bytes, for blocks copied down."""
+    """What became of one item. `checksum` (low, high) of the bytes, for blocks copied or looked at."""
 
     result: TransferResult
     checksum: tuple[int, int] | None = None

@@ -117,13 +117,15 @@ def _counts(figures: Figures) -> Iterator[Metric]:
     transfers = CounterMetricFamily("kvstore_transfers", "Copies between tiers by result", labels=["kind", "result"])
     for (kind, result), number in figures.transfer_counts.items():
         transfers.add_metric([kind, result], number)
-    moved = CounterMetricFamily("kvstore_transferred_bytes", "Bytes copied between tiers", labels=["kind"])
+    moved = CounterMetricFamily("kvstore_transferred_bytes", "Bytes copied between tiers, or looked at where they lie", labels=["kind"])
     for kind, size_bytes in figures.moved_bytes.items():
         moved.add_metric([kind], size_bytes)
     events = CounterMetricFamily("kvstore_cache_events", "What the cache did: evictions, corruption, sessions lost, ...", labels=["event"])
     for event, number in figures.cache.counters.items():
         events.add_metric([event], number)
-    return iter((outcomes, transfers, moved, events))
+    passes = CounterMetricFamily("kvstore_scrub_passes", "Times that the background check has come by every block")
+    passes.add_metric([], figures.cache.scrub_passes)
+    return iter((outcomes, transfers, moved, events, passes))
 
 
 def _gauges(figures: Figures) -> Iterator[Metric]:
@@ -141,6 +143,7 @@ def _gauges(figures: Figures) -> Iterator[Metric]:
         ("kvstore_waiting_reads", "Blocks that wait to be copied up", figures.reads_queued),
         ("kvstore_transfers_out", "Blocks being copied now", figures.blocks_out),
         ("kvstore_longest_transfer_seconds", "For how long the oldest copy has been under way", figures.longest_transfer_s),
+        ("kvstore_scrub_pass_seconds", "What the last whole pass of the background check took; 0 before", figures.cache.scrub_pass_s),
         ("kvstore_watchers", "Attached watchers", figures.watchers),
         ("kvstore_loop_lag_seconds", "The longest that the event loop was late in the last seconds", figures.loop_lag_s),
     ):

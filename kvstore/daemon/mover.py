@@ -1,8 +1,9 @@
 """Decides which byte work runs next. Sans-I/O: decisions of the cache core go in, jobs come out, results go in, reports come out.
 
-Order: blocks that somebody waits for; extents and deletes, which free slots; write-through, under its budget; guesses. At most
-one job a lane is out, so nothing ever queues behind less urgent work; background work leaves one lane free for whoever waits.
-Work already out is not recalled: `blocks_per_job` bounds how long that takes.
+Order: blocks that somebody waits for; extents and deletes, which free slots; first checksums; write-through, under its budget; guesses;
+and when nothing at all is out, the background check, under a budget of its own. At most one job a lane is out, so nothing ever queues
+behind less urgent work; background work leaves one lane free for whoever waits. Work already out is not recalled: a job's limits in blocks
+or bytes bound how long that takes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartWrite, Tier, TransferDone, TransferResult
+from kvstore.cache.messages import (
+    AssignExtent,
+    Priority,
+    StartDelete,
+    StartRead,
+    StartVerify,
+    StartWrite,
+    Tier,
+    TransferDone,
+    TransferResult,
+)
 from kvstore.daemon.budget import ByteBudget
-from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, Namespaces, ReadJob, WriteJob
+from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, Namespaces, ReadJob, ScrubJob, VerifyJob, WriteJob
 from kvstore.errors import InternalFault
 from kvstore.geometry import UNIT_BYTES
 
 BLOCKS_PER_JOB = 8  # blocks: a thread's hand-over costs about as much as a small block, and 8 of 4 MiB still take under 20 ms
 DELETES_PER_JOB = 64  # deletes: each may be many records, which lie together
+VERIFY_BYTES_PER_JOB = 16 * 2**20  # 16 MiB: some 2 ms of a core; of small blocks enough to pay for the hand-over
+SCRUB_BYTES_PER_JOB = 2**20  # 1 MiB: under 2 ms of a disk, in which somebody may come who waits
+SCRUB_BYTES_PER_WRONG_BLOCK = 2**20  # 1 MiB of budget: removing and logging it costs the loop more than reading it costs the disk
 
 
 @dataclass(frozen=True)
@@ -28,18 +42,36 @@ class MoverLimits:
     queue_depth: int  # blocks in flight
     extent_units: int  # of the nvme tier
     write_bytes_per_s: int = 0  # 0: no limit
+    scrub_bytes_per_s: int = 0  # 0: no background check
+
+
+def _none(_: int) -> list[StartVerify]:
+    return []
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """What the mover asks the cache core for when it has room: up to so many blocks, or about so many bytes of them.
+
+    `next_writes` adds an AssignExtent that its blocks rely on to the mover before it returns.
+    """
+
+    next_writes: Callable[[int], list[StartWrite]]
+    next_sums: Callable[[int], list[StartVerify]] = _none
+    next_scrubs: Callable[[int], list[StartVerify]] = _none
 
 
 class Mover:
     """Called from the event loop only. `add` may be called from inside `next_writes`."""
 
-    def __init__(self, limits: MoverLimits, namespaces: Namespaces, next_writes: Callable[[int], list[StartWrite]]) -> None:
-        """`next_writes(limit)` gives up to `limit` blocks to copy down; it `add`s an AssignExtent that they rely on before it returns."""
+    def __init__(self, limits: MoverLimits, namespaces: Namespaces, pulls: Pulls) -> None:
         self._limits = limits
         self._namespaces = namespaces
-        self._next_writes = next_writes
+        self._pulls = pulls
         self._budget = ByteBudget(limits.write_bytes_per_s)
-        self._over_budget = False
+        self._scrub_budget = ByteBudget(limits.scrub_bytes_per_s)
+        self._over: list[ByteBudget] = []  # budgets that work is waiting for
+        self._checks: deque[StartVerify] = deque()  # hits in dram that somebody waits for
         self._demand: dict[int, StartRead] = {}  # by transfer, in order of arrival
         self._prefetch: dict[int, StartRead] = {}
         self._deletes: deque[StartDelete] = deque()
@@ -49,13 +81,15 @@ class Mover:
         self._held: deque[StartWrite] = deque()  # blocks for extents whose assignment is not on disk yet
         self._out: dict[Job, float] = {}  # and since when
 
-    def add(self, decision: StartRead | StartDelete | AssignExtent) -> None:
+    def add(self, decision: StartRead | StartVerify | StartDelete | AssignExtent) -> None:
         """Queue one decision. A read that is queued as a guess and comes again as a demand moves up."""
         match decision:
             case StartRead():
                 self._prefetch.pop(decision.transfer, None)
                 queue = self._demand if decision.priority is Priority.DEMAND else self._prefetch
                 queue[decision.transfer] = decision
+            case StartVerify():
+                self._checks.append(decision)
             case StartDelete():
                 self._deletes.append(decision)
             case AssignExtent():
@@ -67,7 +101,7 @@ class Mover:
     def next_jobs(self, now: float) -> list[Job]:
         """The jobs to start now. Call after every `add`, every `finished`, and at `wake_at`."""
         jobs: list[Job] = []
-        self._over_budget = False
+        self._over = []
         while (job := self._next_job(now)) is not None:
             self._out[job] = now
             jobs.append(job)
@@ -81,17 +115,20 @@ class Mover:
             results = [Moved(TransferResult.FAILED)] * len(job.items)
         if isinstance(job, AssignJob):
             return self._assigned(job, results)
+        if isinstance(job, ScrubJob):
+            self._scrub_budget.spend(SCRUB_BYTES_PER_WRONG_BLOCK * sum(moved.result is TransferResult.CORRUPT for moved in results))
         transfers = [item.transfer for item in job.items]
         return [TransferDone(transfer, moved.result, moved.checksum) for transfer, moved in zip(transfers, results, strict=True)]
 
     def wake_at(self) -> float | None:
         """When to call `next_jobs` again though nothing happened; None: not needed."""
-        return self._budget.allows_at() if self._over_budget else None
+        return min((budget.allows_at() for budget in self._over), default=None)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was added or taken is still to be done. (The core may have more to write.)"""
-        return not (self._out or self._demand or self._prefetch or self._deletes or self._assigns or self._held)
+        """Whether nothing that was added or taken is still to be done, the background check aside. (The core may have more to write.)"""
+        waiting = self._checks or self._demand or self._prefetch or self._deletes or self._assigns or self._held
+        return not waiting and all(isinstance(job, ScrubJob) for job in self._out)
 
     @property
     def blocks_out(self) -> int:
@@ -114,21 +151,49 @@ class Mover:
         room = min(BLOCKS_PER_JOB, self._limits.queue_depth - self.blocks_out)
         if lanes_free <= 0:
             return None
-        if room > 0 and (demand := self._take_demand(now, room, lanes_free)):
-            return ReadJob(demand)
+        if demand := self._demand_job(now, room, lanes_free):
+            return demand
         if self._limits.lanes > 1 and lanes_free == 1:
             return None  # kept for whoever waits next
-        job = self._assign_job() or self._delete_job()
+        job = self._assign_job() or self._delete_job() or self._sum_job()
         if job is None and room > 0:
-            job = self._write_job(now, room) or self._prefetch_job(room)
+            job = self._write_job(now, room) or self._prefetch_job(room) or self._scrub_job(now)
         return job
 
-    def _take_demand(self, now: float, room: int, lanes_free: int) -> tuple[StartRead, ...]:
-        """The oldest ones, spread over the free lanes. One whose deadline has passed has nobody waiting: it becomes a guess."""
+    def _demand_job(self, now: float, room: int, lanes_free: int) -> Job | None:
+        """The oldest loads or hits to verify, spread over the free lanes. A load whose deadline has passed has nobody waiting: a guess.
+
+        Ids of transfers rise with time. A hit past its deadline is verified all the same: others may wait for it by now.
+        """
         while self._demand and (first := next(iter(self._demand.values()))).deadline_at <= now:
             self._prefetch[first.transfer] = self._demand.pop(first.transfer)
+        if self._checks and (room <= 0 or self._checks[0].transfer < next(iter(self._demand), self._checks[0].transfer + 1)):
+            return VerifyJob(self._take_checks(-(-len(self._checks) // lanes_free)))
         share = min(room, -(-len(self._demand) // lanes_free))
-        return tuple(self._demand.pop(transfer) for transfer in list(itertools.islice(self._demand, share)))
+        taken = [self._demand.pop(transfer) for transfer in list(itertools.islice(self._demand, max(0, share)))]
+        return ReadJob(tuple(taken)) if taken else None
+
+    def _take_checks(self, share: int) -> tuple[StartVerify, ...]:
+        taken: list[StartVerify] = []
+        left_bytes = VERIFY_BYTES_PER_JOB
+        while len(taken) < share and left_bytes > 0:
+            taken.append(self._checks.popleft())
+            left_bytes -= self._slot_bytes(taken[-1])
+        return tuple(taken)
+
+    def _sum_job(self) -> Job | None:
+        sums = self._pulls.next_sums(VERIFY_BYTES_PER_JOB)
+        return VerifyJob(tuple(sums)) if sums else None
+
+    def _scrub_job(self, now: float) -> Job | None:
+        if self._out or not self._limits.scrub_bytes_per_s:
+            return None
+        if not self._scrub_budget.allows(now):
+            self._over.append(self._scrub_budget)
+            return None
+        scrubs = self._pulls.next_scrubs(SCRUB_BYTES_PER_JOB)
+        self._scrub_budget.spend(sum(self._slot_bytes(scrub) for scrub in scrubs))
+        return ScrubJob(tuple(scrubs)) if scrubs else None
 
     def _assign_job(self) -> Job | None:
         ready = [assign for extent, assign in self._assigns.items() if extent not in self._assigns_out]
@@ -143,10 +208,10 @@ class Mover:
 
     def _write_job(self, now: float, room: int) -> Job | None:
         if not self._budget.allows(now):
-            self._over_budget = True
+            self._over.append(self._budget)
             return None
         if not self._held:
-            self._held.extend(self._next_writes(room))
+            self._held.extend(self._pulls.next_writes(room))
         ready = [write for write in self._held if self._on_disk(write)][:room]
         if not ready:
             return self._assign_job()  # what the blocks just taken wait for
@@ -180,6 +245,6 @@ class Mover:
         self._held = deque(write for write in self._held if write not in given_up)
         return [TransferDone(write.transfer, failed[write.target_units // extent_units]) for write in given_up]
 
-    def _slot_bytes(self, write: StartWrite) -> int:
-        facts = self._namespaces.get(write.namespace)
+    def _slot_bytes(self, item: StartWrite | StartVerify) -> int:
+        facts = self._namespaces.get(item.namespace)
         return facts.slot_units * UNIT_BYTES if facts else 0

@@ -156,6 +156,8 @@ class Service(KVStoreServicer):
             index_capacity_blocks=figures.index_capacity_blocks,
             index_used_blocks=figures.index_used_blocks,
             counters=figures.counters,
+            scrub_passes=figures.scrub_passes,
+            scrub_pass_s=figures.scrub_pass_s,
         )
         for tier, numbers in figures.tiers.items():
             name = tier.name.lower()

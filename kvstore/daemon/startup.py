@@ -23,7 +23,7 @@ from kvstore.cache.state import CacheSizes, extent_bytes_for
 from kvstore.config import Settings, format_bytes
 from kvstore.daemon.copier import Copier
 from kvstore.daemon.hub import Hub
-from kvstore.daemon.mover import MoverLimits
+from kvstore.daemon.mover import MoverLimits, Pulls
 from kvstore.daemon.namespaces import KnownNamespace
 from kvstore.daemon.transfers import Transfers
 from kvstore.geometry import UNIT_BYTES
@@ -107,8 +107,8 @@ async def build(settings: Settings) -> Parts:
     try:
         hub = Hub(Cache(_sizes(settings, dram, nvme)), dram, epoch)
         _keep_survivors(hub, dram)
+        hub.transfers = _transfers(settings, hub, dram, nvme)
         if nvme is not None:
-            hub.transfers = _transfers(settings, hub, dram, nvme)
             await _recover(hub, nvme)
         hub.cache.dram_ready(dram.touched_units)
         hub.settle()
@@ -148,17 +148,20 @@ def _sizes(settings: Settings, dram: DramTier, nvme: NvmeTier | None) -> CacheSi
         index_blocks=settings.index.blocks,
         nvme_write=settings.nvme.write,
         eviction=settings.eviction,
+        verify=settings.verify,
         seed=secrets.randbits(63),
         silence_s=settings.session.silence_s,
         max_sessions=settings.session.max_sessions,
     )
 
 
-def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier) -> Transfers:
-    facts = hub.namespaces.facts
+def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier | None) -> Transfers:
+    facts, disk = hub.namespaces.facts, settings.nvme
     copier = Copier(dram.memory, nvme, facts)
-    limits = MoverLimits(settings.nvme.threads, settings.nvme.queue_depth, nvme.extent_units, settings.nvme.write_bytes_per_s)
-    return Transfers(limits, facts, copier, hub.next_writes, hub.transferred)
+    extent_units = nvme.extent_units if nvme else dram.extent_units
+    limits = MoverLimits(disk.threads, disk.queue_depth, extent_units, disk.write_bytes_per_s, settings.scrub_bytes_per_s)
+    pulls = Pulls(hub.next_writes, hub.cache.next_sums, hub.cache.next_scrubs)
+    return Transfers(limits, facts, copier, pulls, hub.transferred)
 
 
 def _keep_survivors(hub: Hub, dram: DramTier) -> None:

@@ -6,36 +6,39 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvstore.cache.messages import AssignExtent, StartDelete, StartRead, StartWrite, TransferDone
+from kvstore.cache.messages import AssignExtent, StartDelete, StartRead, StartVerify, TransferDone
 from kvstore.daemon.copier import Copier
-from kvstore.daemon.jobs import Job, Moved, Namespaces, ReadJob, WriteJob
+from kvstore.daemon.jobs import Job, Moved, Namespaces, ReadJob, ScrubJob, VerifyJob, WriteJob
 from kvstore.daemon.lanes import Lanes
-from kvstore.daemon.mover import Mover, MoverLimits
+from kvstore.daemon.mover import Mover, MoverLimits, Pulls
 from kvstore.geometry import UNIT_BYTES
 
 
 class Transfers:
-    """Between dram and nvme. Its methods are called on the loop; `report` takes what the cache is to be told."""
+    """Between dram and nvme, and looks at what lies there; without a disk just looks.
+
+    Its methods are called on the loop; `report` takes what the cache is to be told.
+    """
 
     def __init__(
         self,
         limits: MoverLimits,
         namespaces: Namespaces,
         copier: Copier,
-        next_writes: Callable[[int], list[StartWrite]],
+        pulls: Pulls,
         report: Callable[[list[TransferDone]], None],
     ) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()  # by kind and result
+        self.counts: Counter[tuple[str, str]] = Counter()  # by kind and result; a scrub's result is the core's to judge
         self.moved_bytes: Counter[str] = Counter()  # by kind
         self._namespaces = namespaces
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._mover = Mover(limits, namespaces, next_writes)
+        self._mover = Mover(limits, namespaces, pulls)
         self._lanes = Lanes(limits.lanes, copier.run, self._deliver)
         self._wake: asyncio.TimerHandle | None = None
         self._stopped = False
 
-    def add(self, decision: StartRead | StartDelete | AssignExtent) -> None:
+    def add(self, decision: StartRead | StartVerify | StartDelete | AssignExtent) -> None:
         """Queue one decision; `kick` starts it."""
         self._mover.add(decision)
 
@@ -92,8 +95,8 @@ class Transfers:
 
     def _count(self, job: Job, results: Sequence[Moved]) -> None:
         kind = type(job).__name__.removesuffix("Job").lower()
-        for moved in results:
-            self.counts[kind, moved.result.value] += 1
-        if isinstance(job, ReadJob | WriteJob):
+        if not isinstance(job, ScrubJob):
+            self.counts.update((kind, moved.result.value) for moved in results)
+        if isinstance(job, ReadJob | WriteJob | VerifyJob | ScrubJob):
             units = sum(facts.slot_units for item in job.items if (facts := self._namespaces.get(item.namespace)))
             self.moved_bytes[kind] += units * UNIT_BYTES

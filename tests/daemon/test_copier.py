@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartWrite, Tier, TransferResult
+from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartVerify, StartWrite, Tier, TransferResult
 from kvstore.daemon.copier import Copier
-from kvstore.daemon.jobs import AssignJob, DeleteJob, Moved, NamespaceFacts, ReadJob, WriteJob
+from kvstore.daemon.jobs import AssignJob, DeleteJob, Moved, NamespaceFacts, ReadJob, ScrubJob, VerifyJob, WriteJob
 from kvstore.geometry import UNIT_BYTES
 from kvstore.testing.tier_contract import aligned, pattern
 from kvstore.tiers.base import HealthState
@@ -194,6 +194,46 @@ def test_a_block_that_cannot_be_written_costs_only_itself(rig: Rig, monkeypatch:
 
     monkeypatch.setattr(os, "pwritev", bad_sector)
     assert results(rig.copier.run(WriteJob((down(1), down(2), down(3))))) == [OK, FAILED, OK]
+
+
+def where(number: int, tier: Tier, checksum: tuple[int, int] | None) -> StartVerify:
+    return StartVerify(number, 1, block_hash(number), tier, number * SLOT_UNITS, checksum)
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_a_look_finds_what_lies_there(rig: Rig, tier: Tier) -> None:
+    sums = rig.put(1, 2, 3)
+    if tier is Tier.DRAM:
+        rig.memory[2 * SLOT_UNITS * UNIT_BYTES + 5] ^= 1
+    else:
+        rig.flip(2, 5)
+    looks = tuple(where(number, tier, sums[number]) for number in (1, 2, 3))
+    for job in (VerifyJob(looks), ScrubJob(looks)):
+        assert results(rig.copier.run(job)) == [OK, CORRUPT, OK]
+    (first,) = rig.copier.run(VerifyJob((where(1, tier, None),)))
+    assert first == Moved(OK, sums[1])
+
+
+def test_a_look_at_the_disk_leaves_memory_alone(rig: Rig) -> None:
+    sums = rig.put(1)
+    rig.fill(2)
+    before = bytes(rig.memory)
+    assert results(rig.copier.run(ScrubJob((where(1, Tier.NVME, sums[1]),)))) == [OK]
+    assert bytes(rig.memory) == before
+
+
+def test_a_look_at_a_disk_that_fails_says_so(rig: Rig) -> None:
+    sums = rig.put(1)
+    os.truncate(rig.data, 0)
+    assert results(rig.copier.run(ScrubJob((where(1, Tier.NVME, sums[1]),)))) == [FAILED]
+    assert rig.copier.faults == {"scrub:Unavailable": 1}
+
+
+def test_without_a_disk_only_memory_is_looked_at(rig: Rig) -> None:
+    sums = rig.put(1)
+    alone = Copier(rig.memory, None, NAMESPACES)
+    assert results(alone.run(VerifyJob((where(1, Tier.DRAM, sums[1]),)))) == [OK]
+    assert results(alone.run(WriteJob((down(1),)))) == [FAILED]
 
 
 def test_deletes_of_a_kind_share_one_call(rig: Rig) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvstore.cache.messages import StartWrite, TransferResult
 from kvstore.daemon.jobs import DeleteJob, Job, Moved
 from kvstore.daemon.lanes import Lanes
-from kvstore.daemon.mover import Mover, MoverLimits
+from kvstore.daemon.mover import Mover, MoverLimits, Pulls
 from tests.daemon.test_copier import EXTENT_UNITS, MEMORY_UNITS, NAMESPACES, SLOT_UNITS, Rig, down, up
 
 WAIT_S = 60.0  # seconds: far beyond what any of this takes
@@ -80,7 +80,7 @@ def test_under_interleaved_load_every_byte_belongs_to_its_key(rig: Rig) -> None:
     wanted: list[StartWrite] = []
     delivered: queue.SimpleQueue[Finished] = queue.SimpleQueue()
     lanes = Lanes(4, rig.copier.run, lambda job, moved: delivered.put((job, moved)))
-    mover = Mover(MoverLimits(4, 24, EXTENT_UNITS), NAMESPACES, lambda limit: [wanted.pop() for _ in range(min(limit, len(wanted)))])
+    mover = Mover(MoverLimits(4, 24, EXTENT_UNITS), NAMESPACES, Pulls(lambda limit: [wanted.pop() for _ in range(min(limit, len(wanted)))]))
     places = MEMORY_UNITS // SLOT_UNITS - len(blocks)
     sums: dict[int, tuple[int, int]] = {}
     for turn in range(60):

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartWrite, Tier, TransferResult
 from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, NamespaceFacts, ReadJob, WriteJob
-from kvstore.daemon.mover import BLOCKS_PER_JOB, Mover, MoverLimits
+from kvstore.daemon.mover import BLOCKS_PER_JOB, Mover, MoverLimits, Pulls
 from kvstore.errors import InternalFault
 from kvstore.geometry import UNIT_BYTES
 
@@ -42,7 +42,7 @@ class Rig:
         self.waiting: list[StartWrite] = []
         self.assign_with: dict[int, AssignExtent] = {}  # by extent: what the core decides when a write there starts
         self.asked: list[int] = []
-        self.mover = Mover(MoverLimits(lanes, queue_depth, EXTENT_UNITS, write_bytes_per_s), NAMESPACES, self.next_writes)
+        self.mover = Mover(MoverLimits(lanes, queue_depth, EXTENT_UNITS, write_bytes_per_s), NAMESPACES, Pulls(self.next_writes))
 
     def next_writes(self, limit: int) -> list[StartWrite]:
         self.asked.append(limit)

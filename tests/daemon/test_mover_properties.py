@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.cache.messages import Priority, StartWrite, TransferDone, TransferResult
+from kvstore.cache.messages import Priority, StartVerify, StartWrite, Tier, TransferDone, TransferResult
 from kvstore.daemon.budget import BURST_S, ByteBudget
 from kvstore.daemon.jobs import AssignJob, Job, Moved, ReadJob, WriteJob
 from tests.daemon.test_mover import EXTENT_UNITS, Rig, assign, delete, read, write
@@ -39,6 +39,10 @@ class MoverMachine(RuleBasedStateMachine):
     @rule(priority=st.sampled_from([Priority.DEMAND, Priority.PREFETCH]), lasts_s=st.floats(0.0, 3.0))
     def want_a_block(self, priority: Priority, lasts_s: float) -> None:
         self.rig.mover.add(read(self.fresh(), priority, self.now + lasts_s))
+
+    @rule()
+    def want_a_hit_verified(self) -> None:
+        self.rig.mover.add(StartVerify(self.fresh(), 1, bytes(32), Tier.DRAM, 0, None))
 
     @rule()
     def delete_a_block(self) -> None:
