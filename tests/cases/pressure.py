@@ -1,0 +1,44 @@
+"""A daemon with little memory, and more blocks than it holds: what is not held there is pushed out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvstore.clients.client import KVClient
+from kvstore.clients.handles import Namespace
+from kvstore.testing.daemon import DaemonProcess
+from tests.blocks import GEOMETRY, chain
+from tests.cases.figures import eventually, settled, store, tier
+
+SLOT_BYTES = GEOMETRY.slot_bytes
+SLOTS = 512  # of 16 KiB in 8 MiB
+PART = 64  # blocks stored at once: far fewer than what nobody holds
+SILENCE_S = 1.0  # seconds
+SOON_S = 1.0  # seconds: within which a dead process's memory is free
+
+
+def small_daemon(directory: Path) -> DaemonProcess:
+    """With 8 MiB of memory and 16 of disk; it gives a silent session up after a second."""
+    flags = ["--session-silence-s", str(SILENCE_S), "--acquire-timeout-s", "2"]
+    return DaemonProcess(directory, flags, dram="8MiB", nvme_bytes="16MiB")
+
+
+def held_bytes(client: KVClient) -> int:
+    """What leases, reservations, orphans and transfers keep of memory."""
+    return tier(client, "dram").held_bytes
+
+
+def free_soon(client: KVClient) -> bool:
+    """Whether nothing is held of memory a second from now, or sooner."""
+    return eventually(lambda: held_bytes(client) == 0, SOON_S)
+
+
+def press(client: KVClient, namespace: Namespace, rounds: int = 2) -> None:
+    """Store more than the memory holds, a part at a time, so that all that is not held is pushed out; down to the disk if need be."""
+    for each in range(rounds):
+        hashes, parent = chain(1000 + each, SLOTS), namespace.root
+        for start in range(0, len(hashes), 32 * PART):
+            part = hashes[start : start + 32 * PART]
+            assert store(client, namespace, part, parent).stored == PART
+            parent = part[-32:]
+        assert settled(client)
