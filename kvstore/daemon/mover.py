@@ -153,8 +153,8 @@ class Mover:
             return None
         if demand := self._demand_job(now, room, lanes_free):
             return demand
-        if self._limits.lanes > 1 and lanes_free == 1:
-            return None  # kept for whoever waits next
+        if self._limits.lanes > 1 and lanes_free == 1 and not any(isinstance(job, ScrubJob) for job in self._out):
+            return None  # kept for whoever waits next; a lane that scrubs is as good as free
         job = self._assign_job() or self._delete_job() or self._sum_job()
         if job is None and room > 0:
             job = self._write_job(now, room) or self._prefetch_job(room) or self._scrub_job(now)

@@ -124,6 +124,14 @@ def test_the_background_check_waits_until_nothing_is_out() -> None:
     assert (type(scrub), rig.mover.idle) == (ScrubJob, True), "the orderly stop does not wait for it"
 
 
+def test_the_background_check_keeps_nobody_waiting() -> None:
+    rig = Rig(lanes=2, scrub_bytes_per_s=SCRUB_BYTES_PER_S)
+    rig.scrubs = [1]
+    assert kinds(rig.mover.next_jobs(0.0)) == ["ScrubJob"]
+    rig.writes = [2]
+    assert kinds(rig.mover.next_jobs(0.0)) == ["WriteJob"]
+
+
 def test_the_background_check_keeps_to_its_budget() -> None:
     rig = Rig(scrub_bytes_per_s=SCRUB_BYTES_PER_S)
     rig.scrubs = list(range(100_000))
