@@ -13,6 +13,9 @@ from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import small_files
 from kvstore.tiers.owner_lock import OwnerLock
 
+MAX_EXTENT_UNITS = 1 << 18  # units: 1 GiB, the largest extent that is ever chosen
+MAX_NUMBER = 1 << 24  # of a namespace here: it counts those that were ever added, of which a few thousand are known at once
+DIGEST_BYTES = 32  # SHA-256
 FORMAT_VERSION = 1  # of everything in the directory: raise it when the meaning of any file changes
 OWN_FILES = ("probe", "data", "records", "namespaces.json", "clean.json", "format.json")  # removed in this order by `clear`
 
@@ -107,6 +110,9 @@ class NvmeDirectory:
         self._lock.release()
 
     async def _read(self, fresh: Layout | None) -> None:
+        for name in OWN_FILES:  # a pipe, say, would be waited for without end
+            if (self.path / name).exists() and not (self.path / name).is_file():
+                raise FormatError(f"{self.path / name} is no ordinary file; move it away")
         found = await _json(self.path / "format.json")
         if found is None:
             if fresh is None or any((self.path / name).exists() for name in OWN_FILES):
@@ -159,7 +165,7 @@ async def _json(path: Path) -> Any:
         return await small_files.read_json(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: damaged ({error}); {_clear_advice(path.parent)}") from error
 
 
@@ -169,17 +175,29 @@ def _parsed_layout(path: Path, found: Any) -> Layout:
         raise FormatError(f"{path}: format {version}, this kvstore reads format {FORMAT_VERSION}; {_clear_advice(path)}")
     sizes: list[Any] = [found.get(name) for name in ("unit_bytes", "capacity_bytes", "extent_units")]
     identity = found.get("identity")
-    if not isinstance(identity, str) or sizes[0] != UNIT_BYTES or not all(isinstance(size, int) and size > 0 for size in sizes):
+    positive = all(type(size) is int and size > 0 for size in sizes)
+    if not positive or not isinstance(identity, str) or sizes[0] != UNIT_BYTES or sizes[2] > MAX_EXTENT_UNITS:
         raise FormatError(f"{path}: format.json is damaged; {_clear_advice(path)}")
     return Layout(identity, sizes[1], sizes[2])
 
 
 def _parsed_namespaces(path: Path, found: Any) -> dict[bytes, StoredNamespace]:
     try:
-        each = [StoredNamespace(int(one["number"]), bytes.fromhex(one["digest"]), dict(one["facts"])) for one in found or []]
+        each = [_parsed_namespace(one) for one in found or []]
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError(f"{path}: namespaces.json is damaged ({error}); {_clear_advice(path)}") from error
+    if len({one.number for one in each}) < len(each) or len({one.digest for one in each}) < len(each):
+        raise FormatError(f"{path}: namespaces.json names one twice; {_clear_advice(path)}")
     return {one.digest: one for one in each}
+
+
+def _parsed_namespace(found: Any) -> StoredNamespace:
+    """Raises TypeError, KeyError, ValueError."""
+    number: Any = found["number"]
+    digest = bytes.fromhex(found["digest"])
+    if type(number) is not int or not 0 < number <= MAX_NUMBER or len(digest) != DIGEST_BYTES:
+        raise ValueError(f"number {number}, digest of {len(digest)} bytes")
+    return StoredNamespace(number, digest, dict(found["facts"]))
 
 
 def _namespace_json(namespace: StoredNamespace) -> dict[str, object]:
