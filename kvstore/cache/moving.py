@@ -199,7 +199,10 @@ def take_colder_extent(state: State, table: SlotTable, slot_units: int) -> bool:
 
 
 def take_cold_extent(state: State, table: SlotTable, slot_units: int, colder_than: int | None = None) -> bool:
-    """Empty the coldest unheld extent of another size, and give it to this one. On nvme it is usable only after its deletes."""
+    """Empty the coldest unheld extent of another size, and give it to this one. On nvme it is usable only after its deletes.
+
+    Where slots of this size cannot be numbered, further ones are emptied for their numbers.
+    """
     for age, extent in _extents_by_age(state, table, slot_units):
         if colder_than is not None and age >= colder_than:
             return False
@@ -209,7 +212,10 @@ def take_cold_extent(state: State, table: SlotTable, slot_units: int, colder_tha
         for row in rows:
             evict(state, table.tier, state.index.slot_at[table.tier][row])
         state.counters["extents_reassigned"] += 1
-        return assign_extent(state, table, slot_units)
+        if assign_extent(state, table, slot_units):
+            return True
+        if table.tier is Tier.NVME:  # its deletes come first
+            return False
     return False
 
 
@@ -320,6 +326,7 @@ def keep_staging(state: State, table: SlotTable, slot_units: int) -> None:
     extents = int(np.count_nonzero(table.extent_slot_units == slot_units))
     wanted = min(STAGING_SLOTS, max(1, extents * (table.extent_units // slot_units) // 16))
     unassigned = int(np.count_nonzero(table.extent_slot_units == 0)) * (table.extent_units // slot_units)
+    unassigned = unassigned if table.has_numbers(slot_units) else 0
     coming = table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES)
     short = wanted - len(table.free.get(slot_units, ())) - unassigned - coming
     if short > 0:

@@ -115,11 +115,11 @@ class SlotTable:
     # ---- extents
 
     def assign(self, extent: int, slot_units: int) -> bool:
-        """Cut an unassigned extent into free slots of this size. False when slot numbers ran out."""
+        """Cut an unassigned extent into free slots of this size. False when there are no numbers for them."""
         count = self.extent_units // slot_units
-        place = next((i for i, (_, length) in enumerate(self.free_ids) if length >= count), None)
-        if place is None:
+        if not self.has_numbers(slot_units):
             return False
+        place = self._place_of_range(count)
         first, length = self.free_ids[place]
         self.free_ids[place : place + 1] = [(first + count, length - count)] if length > count else []
         self.extent_slot_units[extent] = slot_units
@@ -140,6 +140,18 @@ class SlotTable:
         self.extent_slot_units[extent] = 0
         self._move_bytes(SlotState.FREE, SlotState.UNASSIGNED, count * slot_units * UNIT_BYTES)
         self._free_id_range(first, count)
+
+    def has_numbers(self, slot_units: int) -> bool:
+        """Whether an extent of this size could be numbered: its slots need a range without a gap. Idle extents give theirs back for it."""
+        count = self.extent_units // slot_units
+        if self._place_of_range(count) < 0:
+            for idle in np.flatnonzero((self.extent_used == 0) & (self.extent_slot_units > 0)).tolist():
+                self.unassign(idle)
+        return self._place_of_range(count) >= 0
+
+    def _place_of_range(self, count: int) -> int:
+        """Where in `free_ids`; -1 where no range is so long."""
+        return next((i for i, (_, length) in enumerate(self.free_ids) if length >= count), -1)
 
     def _free_id_range(self, first: int, count: int) -> None:
         merged: list[tuple[int, int]] = []
