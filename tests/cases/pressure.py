@@ -12,7 +12,7 @@ from tests.cases.figures import eventually, settled, store, tier
 
 SLOT_BYTES = GEOMETRY.slot_bytes
 SLOTS = 512  # of 16 KiB in 8 MiB
-PART = 64  # blocks stored at once: far fewer than what nobody holds
+PART = 64  # blocks of a chain, stored at once: far fewer than what nobody holds
 SILENCE_S = 1.0  # seconds
 SOON_S = 1.0  # seconds: within which a dead process's memory is free
 
@@ -34,11 +34,9 @@ def free_soon(client: KVClient) -> bool:
 
 
 def press(client: KVClient, namespace: Namespace, rounds: int = 2) -> None:
-    """Store more than the memory holds, a part at a time, so that all that is not held is pushed out; down to the disk if need be."""
+    """Store more than the memory holds, in many chains, so that all that is not held is pushed out; down to the disk if need be."""
     for each in range(rounds):
-        hashes, parent = chain(1000 + each, SLOTS), namespace.root
+        hashes = chain(1000 + each, SLOTS)
         for start in range(0, len(hashes), 32 * PART):
-            part = hashes[start : start + 32 * PART]
-            assert store(client, namespace, part, parent).stored == PART
-            parent = part[-32:]
+            assert store(client, namespace, hashes[start : start + 32 * PART]).stored == PART
         assert settled(client)
