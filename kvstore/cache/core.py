@@ -104,7 +104,7 @@ class Cache:
         """A sign of life from a session."""
         self._at(now)
         if known := self.state.sessions.get(session):
-            known.heard_at = now
+            known.heard_at = max(known.heard_at, now)
 
     def detach(self, session: int) -> Done | Refused:
         return sessions.detach(self.state, session)
@@ -176,10 +176,9 @@ class Cache:
 
     def tick(self, now: float) -> None:
         """Deadlines, silence, second tries. About ten times a second."""
-        previous = self._ticked_at if self._ticked_at is not None else now
         self._at(now)
-        self._ticked_at = now
-        sessions.hush(self.state, previous)
+        previous, self._ticked_at = self._ticked_at, now
+        sessions.hush(self.state, now if previous is None else previous)
         reading.expire(self.state)
         completions.retry_deletes(self.state)
 
@@ -254,6 +253,7 @@ class Cache:
 
     def _at(self, now: float) -> None:
         self.state.now = max(self.state.now, now)
+        self._ticked_at = now if self._ticked_at is None else self._ticked_at  # the wait for the first tick may be a long one too
         self._next_operation()
 
     def _next_operation(self) -> None:

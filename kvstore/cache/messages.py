@@ -131,6 +131,7 @@ class Attach:
     guarantee_bytes: int = 0
     limit_bytes: int = 0  # 0: no limit
     resume: int = 0  # 0: none
+    own: bool = False  # the daemon's own session, which is never silent
 
 
 @dataclass(frozen=True)

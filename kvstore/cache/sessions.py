@@ -6,6 +6,8 @@ then a new session of the same client may take the holds over (`resume`).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kvstore.cache import leases
@@ -54,7 +56,8 @@ def attach(state: State, request: Attach) -> Done | Refused:
             "RESOURCE_EXHAUSTED", f"{request.guarantee_bytes} bytes asked as guarantee, {left} are not promised yet; ask for less"
         )
     counts = np.zeros(state.dram.max_slots + 1, np.uint16)
-    session = Session(request.session, request.tenant, request.guarantee_bytes, request.limit_bytes, counts, state.now)
+    heard_at = math.inf if request.own else state.now
+    session = Session(request.session, request.tenant, request.guarantee_bytes, request.limit_bytes, counts, heard_at)
     state.sessions[session.id] = session
     if old is not None:
         _take_over(state, old, session)

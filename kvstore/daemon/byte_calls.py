@@ -57,7 +57,7 @@ def pack_checksum(checksum: tuple[int, int]) -> bytes:
 
 
 class InnerSession:
-    """The daemon's own session for one tenant: it holds what Read and Write are about."""
+    """The daemon's own session for one tenant: it holds what Read and Write are about, and lasts as long as the daemon."""
 
     def __init__(self, hub: Hub, tenant: str) -> None:
         """Raises ResourceExhausted where no more sessions may attach."""
@@ -65,7 +65,7 @@ class InnerSession:
         self._ids = count(1)
         self._waiting: dict[int, tuple[asyncio.Future[list[int]], list[int]]] = {}
         known = hub.sessions.begin(tenant, "(daemon: Read and Write)", maps_arena=False)
-        answer = hub.cache.attach(Attach(known.id, tenant), hub.now)
+        answer = hub.cache.attach(Attach(known.id, tenant, own=True), hub.now)
         if isinstance(answer, Refused):
             hub.sessions.forget(known.id)
             raise wire.refusal(answer)
