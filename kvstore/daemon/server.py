@@ -21,7 +21,7 @@ from kvstore.daemon.metrics import Figures, Metrics
 from kvstore.daemon.rpc import Edge
 from kvstore.daemon.service import Service
 from kvstore.daemon.startup import Parts
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, EnvironmentFault
 from kvstore.geometry import UNIT_BYTES
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import add_KVStoreServicer_to_server
@@ -212,7 +212,11 @@ class Daemon:
         self._hub.sessions.close()
         self._parts.stop_remembering()
         if nvme is not None:
-            await nvme.stop_clean()
+            try:
+                await nvme.stop_clean()
+            except EnvironmentFault as error:
+                log.error("%s: the disk is left as after a crash", error)
+                nvme.close()
         if attached:
             dram.close()  # its processes still have it mapped: the next daemon goes on with it
         else:
