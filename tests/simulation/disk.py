@@ -88,11 +88,17 @@ class SystemCalls:
         self._must("resize")
         self._medium(fd).resize(size_bytes)
 
-    def allocate(self, fd: int, directory: Any, request: Any) -> None:
-        """In the place of `room.allocate`."""
+    def posix_fallocate(self, fd: int, offset: int, size_bytes: int) -> None:
         self._must("allocate")
         medium = self._medium(fd)
-        medium.resize(max(len(medium.bytes), request.total_bytes))
+        medium.resize(max(len(medium.bytes), offset + size_bytes))
+
+    def urandom(self, count: int) -> bytes:
+        return self._chance.randbytes(count)
+
+    def allocate(self, fd: int, directory: Any, request: Any) -> None:
+        """In the place of `room.allocate`."""
+        self.posix_fallocate(fd, 0, request.total_bytes)
 
     # ---- reading
 
@@ -222,6 +228,9 @@ class Place:
 
     def exists(self) -> bool:
         return self.name in self._disk.files or self.name in self._disk.small
+
+    def is_file(self) -> bool:
+        return self.exists()
 
     def stat(self) -> SimpleNamespace:
         return SimpleNamespace(st_size=len(self._disk.files[self.name].bytes))

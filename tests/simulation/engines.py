@@ -84,7 +84,7 @@ class Engine:
         while not self._street.closing:
             try:
                 await self._attach(before)
-            except EXPECTED as error:
+            except (*EXPECTED, errors.NotFound) as error:  # not found: the session that it would resume
                 self._note(error)
                 before = None
                 await self._rest()

@@ -6,6 +6,7 @@ Which of those that could happen does happen, the seed decides; when none can, t
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -47,7 +48,15 @@ class Process:
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Start its one task; the process ends with it."""
-        self.loop.create_task(main).add_done_callback(lambda _: self._machine.end(self))
+        self.loop.create_task(main).add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not self.alive:
+            return
+        if (error := None if task.cancelled() else task.exception()) is not None:
+            self._machine.failure = self._machine.failure or Wrong(f"{self}: unexpected: {error!r}")
+            self._machine.failure.__cause__ = error
+        self._machine.end(self)
 
     def effect(self, what: str) -> bool:
         """Whether something it does outside its own memory happens: what a dead process does, does not."""

@@ -11,11 +11,12 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.disk import Disk, Place, SmallFiles, SystemCalls
-from tests.simulation.lanes import Lanes
+from tests.simulation.lanes import Lanes, Thread
 from tests.simulation.machine import Machine
 from tests.simulation.memory import Dram, Memory, map_arena
 from tests.simulation.network import Channel, Network, Server
 
+CLOCKED = ("daemon.server", "daemon.service", "daemon.startup", "daemon.health_watch", "daemon.rpc", "tiers.health", "tiers.nvme")
 EXTENT_UNITS = 4  # of the nvme tier: the product's own smallest extent would hold everything
 
 
@@ -49,8 +50,8 @@ def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) ->
         # chance, time, and threads
         "kvstore.daemon.startup.secrets": secrets,
         "kvstore.daemon.sessions.secrets": secrets,
-        "kvstore.daemon.server.time": clock,
-        "kvstore.daemon.service.time": clock,
+        **{f"kvstore.{module}.time": clock for module in CLOCKED},
+        "kvstore.daemon.health_watch.threading": SimpleNamespace(Thread=partial(Thread, machine)),
         "kvstore.daemon.transfers.Lanes": partial(Lanes, machine),
         # shared memory
         "kvstore.daemon.startup.DramTier": partial(Dram, memory),
