@@ -39,7 +39,7 @@ LIGHT = ("daemon", "cache", *FOUNDATION)  # what never imports them, not even in
 EDGES = ("clients", "tiers", "kernels", "cli")
 # What is imported by users, by name at run time, or run as a script, rather than by another module.
 ENTRY_POINTS = (
-    r"kvstore\.cli\.\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
+    r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
     r"|kvstore\.clients\.(client|aio|vllm|sglang|transformers)"
 )
 # A unit in a name: one of these words, or the plural of what is counted. In a comment: one, or what is counted and a colon.

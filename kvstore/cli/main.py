@@ -22,6 +22,7 @@ COMMANDS = (
     "clear",
     "plan",
     "fsck",
+    "bench",
 )
 
 

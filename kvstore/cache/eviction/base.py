@@ -14,7 +14,7 @@ from kvstore.cache.slots import SlotTable
 
 FIRST_IN_LINE = 0  # a rank below any that use can give: blocks that nobody can reach any more
 LINE_BITS = 56  # bits: a rank's upper part says in which of its policy's lines the slot stands
-_ONE_LINE = (0,)
+_ONE_LINE = (0,)  # what `order` answers for most
 
 
 class Policy(Protocol):

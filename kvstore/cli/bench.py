@@ -1,0 +1,33 @@
+"""`kvstore bench`: the benchmarks and the replayer. Each is a module of `kvstore.bench` by its name."""
+
+import argparse
+import importlib
+from typing import cast
+
+from kvstore.cli.main import Command
+
+# Each is a module of kvstore.bench that offers what a command offers. A new one is a line here.
+BENCHES = {
+    "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
+}
+
+NAME = "bench"
+HELP = "\n".join(
+    ["Measure the store, or replay a trace through it.", "", *(f"  kvstore bench {name:<8} {text}" for name, text in BENCHES.items())]
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which benchmark; its own arguments are declared when it is known."""
+    parser.add_argument("bench", choices=BENCHES, help="which one; its --help shows its arguments")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one benchmark; returns its exit status."""
+    bench = cast(Command, importlib.import_module(f"kvstore.bench.{args.bench}"))
+    parser = argparse.ArgumentParser(
+        prog=f"kvstore bench {bench.NAME}", description=bench.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args(args.words))
