@@ -27,7 +27,7 @@ def ruin(directory: Path, chance: random.Random) -> str:
     ways: dict[Callable[[Path, random.Random], str], int] = {_json_value: 3, _json_text: 1, _records: 2, _sealed: 3, _file: 2}
     try:
         return chance.choices(list(ways), list(ways.values()))[0](directory, chance)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "nothing: it was ruined before"
 
 
