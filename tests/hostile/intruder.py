@@ -85,6 +85,7 @@ class Intruder:
         self.messages += 1
         try:
             self._stub.JoinGroup(request, timeout=VISIT_S)
+            self.answers["JoinGroup OK"] += 1
         except grpc.RpcError as error:
             self.answers[f"JoinGroup {error.code().name}"] += 1
 

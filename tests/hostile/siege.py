@@ -15,10 +15,9 @@ from kvstore.testing.daemon import DaemonProcess
 from tests.hostile.bystander import Bystander
 
 ROOT = Path(__file__).resolve().parents[2]
-BAD_WORDS = ("Traceback", "unexpected", "Unexpected", "please report", "rule of the cache")
+BAD_WORDS = ("Traceback", "unexpected", "Unexpected", "please report", "rule of the cache", "quarantine")
 LEFT_S = 8.0  # seconds for everything of the attackers to be gone
 TRANSIENT = ("reserved", "filling", "doomed", "orphaned")
-WARM_UP = 0.2  # of the messages, after which memory must not grow any more: arrays have been touched by then
 STEPS = 5  # parts that the messages are sent in, with a look at the daemon's memory after each
 
 
