@@ -40,6 +40,8 @@ class Copier:
         self._nvme = disk
         self._namespaces = namespaces
         self._lock = threading.Lock()
+        self._scratch = memoryview(b"")
+        self._scratch_lock = threading.Lock()  # one scrub at a time: there is no hurry
 
     def run(self, job: Job) -> list[Moved]:
         """One result an item, in order."""
@@ -128,17 +130,21 @@ class Copier:
     # ---- where they lie
 
     def _looked_at(self, look: StartVerify) -> Moved:
-        """From the disk a block comes into memory of its own, which is given back at once."""
+        if look.tier is not Tier.DRAM:
+            return self._looked_at_below(look)
+        return _compared(look, self._checksum(look.namespace, look.hash, look.units))
+
+    def _looked_at_below(self, look: StartVerify) -> Moved:
+        """From the disk a block comes into memory that is kept for this, as large as the largest slot so far."""
         facts = self._facts(look.namespace)
-        if look.tier is Tier.DRAM:
-            found = self._checksum(look.namespace, look.hash, look.units)
-        else:
-            target = memoryview(mmap.mmap(-1, facts.slot_units * UNIT_BYTES))  # aligned, as O_DIRECT wants it
-            arrived = self._tried("scrub", partial(self._disk.read, look.units * UNIT_BYTES, [target]))
+        size_bytes = facts.slot_units * UNIT_BYTES
+        with self._scratch_lock:
+            if len(self._scratch) < size_bytes:
+                self._scratch = memoryview(mmap.mmap(-1, size_bytes))  # aligned, as O_DIRECT wants it
+            arrived = self._tried("scrub", partial(self._disk.read, look.units * UNIT_BYTES, [self._scratch[:size_bytes]]))
             if arrived.result is not TransferResult.OK:
                 return arrived
-            found = block_checksum(facts.digest, look.hash, target[: facts.block_bytes])
-        return Moved(TransferResult.OK if look.checksum in (None, found) else TransferResult.CORRUPT, found)
+            return _compared(look, block_checksum(facts.digest, look.hash, self._scratch[: facts.block_bytes]))
 
     # ---- records alone
 
@@ -198,6 +204,10 @@ class Copier:
         facts = self._facts(namespace)
         start = units * UNIT_BYTES
         return block_checksum(facts.digest, block_hash, self._memory[start : start + facts.block_bytes])
+
+
+def _compared(look: StartVerify, found: tuple[int, int]) -> Moved:
+    return Moved(TransferResult.OK if look.checksum in (None, found) else TransferResult.CORRUPT, found)
 
 
 def _runs(items: Sequence[_Item], units: Callable[[_Item], int], slot_units: Callable[[_Item], int]) -> list[list[_Item]]:
