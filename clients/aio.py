@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -17,7 +18,7 @@ import grpc.aio
 from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.aio_link import AsyncLink
-from kvstore.clients.channel import OPTIONS, error_of, target
+from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
 from kvstore.clients.link import Unmapped
 from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
@@ -47,7 +48,7 @@ class AsyncKVClient:
         self._attaching = asyncio.Lock()
         self._link: AsyncLink | None = None
         self._attached: Attached | None = None
-        self._unmapped = False
+        self._unmapped_until = 0.0  # blocks go over gRPC till then
         self._closed = False
 
     # ---- namespaces
@@ -196,7 +197,7 @@ class AsyncKVClient:
         async with self._attaching:
             if self._closed:
                 raise errors.InvalidArgument("this client was closed; make a new one")
-            if self._unmapped:
+            if time.monotonic() < self._unmapped_until:
                 return None
             if self._link is not None and self._link.alive:
                 return self._attached
@@ -205,7 +206,7 @@ class AsyncKVClient:
             opened = await link.open()
             if isinstance(opened, Unmapped):
                 log.warning("no shared memory with the daemon at %s, blocks go over gRPC: %s", self.place, opened.error)
-                self._unmapped = True
+                self._unmapped_until = time.monotonic() + MAP_AGAIN_S
                 return None
             if before is not None and before.session.epoch != opened.session.epoch:
                 before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))

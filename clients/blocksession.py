@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 
 import grpc
@@ -33,6 +35,16 @@ from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 RETRY_S = 0.5  # seconds between attempts to reach a daemon that is away: its users must not wait at every step
 
 _GONE = (errors.Unavailable, errors.StaleEpoch, errors.SessionEnded, errors.DeadlineExceeded)
+
+
+@contextmanager
+def _held(attached: Attached) -> Iterator[None]:
+    """Keeps the session's lock while an answer may bring slots: the session's end, seen in between, would let it go with them."""
+    attached.hold()
+    try:
+        yield
+    finally:
+        attached.drop()
 
 
 class BlockSession:
@@ -72,15 +84,16 @@ class BlockSession:
         """Lease the leading blocks that the store has; see BlockStore."""
         link, attached, namespace_id = self._ready()
         asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * HASH_BYTES])
-        try:
-            granting = link.take(requests.acquire(lease, namespace_id, asked, timeout_s), timeout_s + GRACE_S)
-        except _GONE as error:
-            raise errors.Unavailable(str(error)) from error
-        if isinstance(granting.error, _GONE):
-            raise errors.Unavailable(str(granting.error)) from granting.error
-        with self._idle:
-            if granting.error is None:
-                self._remember(lease, attached)
+        with _held(attached):
+            try:
+                granting = link.take(requests.acquire(lease, namespace_id, asked, timeout_s), timeout_s + GRACE_S)
+            except _GONE as error:
+                raise errors.Unavailable(str(error)) from error
+            if isinstance(granting.error, _GONE):
+                raise errors.Unavailable(str(granting.error)) from granting.error
+            with self._idle:
+                if granting.error is None:
+                    self._remember(lease, attached)
         if not granting.settled:
             self._tell(attached, [requests.release(lease, keep_blocks=granting.blocks)])
         return Slots(granting.units[0], granting.generations[0])
@@ -88,6 +101,10 @@ class BlockSession:
     def reserve(self, count: int) -> Slots:
         """Up to `count` slots to fill; see BlockStore."""
         link, attached, namespace_id = self._ready()
+        with _held(attached):
+            return self._reserve(link, attached, namespace_id, count)
+
+    def _reserve(self, link: Link, attached: Attached, namespace_id: int, count: int) -> Slots:
         reservation = link.new_id()
         op = requests.reserve(reservation, namespace_id, count=min(count, requests.MAX_BLOCKS_PER_CALL))
         try:

@@ -11,6 +11,7 @@ from kvstore import config, errors
 MAX_MESSAGE_BYTES = 4 * 2**20  # 4 MiB: a batch's 8,192 blocks with hashes, parents and token ids are under 2
 KEEPALIVE_MS = 10_000  # a ping this often is the sign of life of both sides; grpc answers them in C
 PING_TIMEOUT_MS = 20_000  # with the interval 30 s: a silent side is given up then
+MAP_AGAIN_S = 30.0  # after shared memory could not be mapped it is tried again so late: what was in the way may be gone
 CALL_TIMEOUT_S = 10.0  # for calls that only ask; none takes more than milliseconds
 
 OPTIONS: tuple[tuple[str, int], ...] = (

@@ -19,7 +19,7 @@ from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import BlockStore
 from kvstore.clients.blocksession import BlockSession
-from kvstore.clients.channel import OPTIONS, error_of, target
+from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
@@ -53,7 +53,7 @@ class KVClient:
         self._attaching = threading.Lock()
         self._link: Link | None = None
         self._attached: Attached | None = None
-        self._unmapped = False
+        self._unmapped_until = 0.0  # blocks go over gRPC till then
         self._closed = False
         self._pid = os.getpid()
 
@@ -222,7 +222,7 @@ class KVClient:
         with self._attaching:
             if self._closed or self._pid != os.getpid():
                 raise errors.InvalidArgument("this client was closed, or made before a fork; make a new one in this process")
-            if self._unmapped:
+            if time.monotonic() < self._unmapped_until:
                 return None
             if self._link is not None and self._link.alive:
                 return self._attached
@@ -231,7 +231,7 @@ class KVClient:
             opened = link.open()
             if isinstance(opened, Unmapped):
                 log.warning("no shared memory with the daemon at %s, blocks go over gRPC: %s", self.place, opened.error)
-                self._unmapped = True
+                self._unmapped_until = time.monotonic() + MAP_AGAIN_S
                 return None
             if before is not None and before.session.epoch != opened.session.epoch:
                 before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))

@@ -47,14 +47,15 @@ def claim(state: State, request: Claim) -> Claimed | Refused:
 
 
 def release(state: State, request: Release) -> Done | Refused:
-    """End a lease of this session, or else its group's, whole or from its tail."""
+    """End a lease of this session, or one that an ended member has left to its group, whole or from its tail. Never another's."""
     session = open_session(state, request.session)
     if isinstance(session, Refused):
         return session
     lease = session.leases.get(request.lease)
-    groups = [group for group in state.groups.values() if session.id in group.sessions and request.lease in group.leases]
-    if lease is None and groups:
-        lease = groups[0].leases[request.lease]
+    for group in state.groups.values() if lease is None else ():
+        left = group.leases.get(request.lease) if session.id in group.sessions else None
+        if left is not None and left.session == 0:
+            lease = left
     if lease is None:
         return Done(0)
     before = len(lease)

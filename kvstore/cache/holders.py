@@ -82,6 +82,7 @@ class Transfer:
     source: int = 0
     target: int = 0
     priority: Priority = Priority.WRITE
+    deadline_at: float = 0.0  # of a READ: until when somebody waits
     waiters: list[tuple[Lease, int, int]] = field(default_factory=list)  # (lease, member, position)
     deleting: tuple[int, ...] = ()
     quarantine: bool = False

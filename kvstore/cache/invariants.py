@@ -1,7 +1,7 @@
 """The rules that always hold, one function a rule, each by brute force over the arrays.
 
-Run after every step of the property test and the simulation, by `fsck`, and by the daemon when it is idle. Each returns the violations it
-found, as sentences; none means that the rule holds.
+Run after every step of the property test and the simulation, and by an idle daemon whose cache is small enough for it. Each returns the
+violations it found, as sentences; none means that the rule holds.
 """
 
 from __future__ import annotations

@@ -246,7 +246,9 @@ def _wait(state: State, lease: Lease, rows: list[Rows]) -> None:
                 if row in state.verifying:
                     state.verifying[row].waiters.append((lease, member, position))
                 else:
-                    state.reading[row].waiters.append((lease, member, position))
+                    transfer = state.reading[row]
+                    hurry(state, transfer, lease.deadline_at)
+                    transfer.waiters.append((lease, member, position))
                     use(state, row)
 
 
@@ -270,29 +272,42 @@ def use_many(state: State, rows: Rows) -> None:
         state.touch_many(tier, slots[slots > 0])
 
 
+def hurry(state: State, transfer: Transfer, deadline_at: float) -> None:
+    """Somebody waits now for what was begun as a guess, or for one whose time had passed."""
+    if transfer.priority is Priority.DEMAND and transfer.deadline_at >= state.now:
+        return
+    transfer.priority, transfer.deadline_at = Priority.DEMAND, deadline_at
+    _decide_read(state, transfer)
+
+
 def start_read(state: State, row: int, target: int, priority: Priority, deadline_at: float) -> Transfer:
     """Begin to bring a block from nvme into a FILLING dram slot."""
-    index, nvme = state.index, state.tables[Tier.NVME]
-    source = index.slot_at[Tier.NVME][row]
+    nvme = state.tables[Tier.NVME]
+    source = state.index.slot_at[Tier.NVME][row]
     transfer = state.new_transfer(TransferKind.READ, row, source, target)
-    transfer.priority = priority
+    transfer.priority, transfer.deadline_at = priority, deadline_at
     state.reading[row] = transfer
     nvme.busy(source, 1)
     state.dram.busy(target, 1)
+    _decide_read(state, transfer)
+    return transfer
+
+
+def _decide_read(state: State, transfer: Transfer) -> None:
+    index, row = state.index, transfer.row
     low, high = index.checksum[row].tolist()
     state.decide(
         StartRead(
             transfer.id,
-            priority,
+            transfer.priority,
             index.namespace_at[row],
             index.hash_bytes(row),
-            nvme.units_at[source],
-            state.dram.units_at[target],
+            state.tables[Tier.NVME].units_at[transfer.source],
+            state.dram.units_at[transfer.target],
             (low, high),
-            deadline_at,
+            transfer.deadline_at,
         )
     )
-    return transfer
 
 
 def settle_leases(state: State) -> None:

@@ -81,7 +81,7 @@ def _usable(state: State, found: Recovered, slots: SlotIds) -> NDArray[np.bool_]
     room = state.index.room - ghosts
     if room < np.count_nonzero(good):  # then a block left out may be a parent: at most every second row is a ghost
         room = min(max(room, 0), state.index.room // 2)
-    return good & (np.cumsum(good) <= room)
+    return good & (np.cumsum(good[::-1])[::-1] <= room)  # the newest ones
 
 
 def _packed(namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.void]:

@@ -28,11 +28,11 @@ def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
         if state.spec(known) != spec:
             return Refused("FAILED_PRECONDITION", "this namespace is open with another window; close it or use another kv_group")
         return known
-    if spec.slot_units > state.dram.extent_units:
-        size, limit = spec.slot_units * UNIT_BYTES, state.dram.extent_units * UNIT_BYTES
-        return Refused(
-            "OUT_OF_RANGE", f"a block of {size} bytes is larger than an extent ({limit}); raise dram.extent_bytes or use fewer tokens"
-        )
+    for table in state.tables.values():
+        if spec.slot_units > table.extent_units:
+            size, limit, tier = spec.slot_units * UNIT_BYTES, table.extent_units * UNIT_BYTES, table.tier.name.lower()
+            text = f"a block of {size} bytes exceeds an extent of {tier}, {limit}: use fewer tokens a block, or a larger {tier} tier"
+            return Refused("OUT_OF_RANGE", text)
     state.namespaces.append(spec)
     state.namespace_ids[key] = len(state.namespaces) - 1
     return len(state.namespaces) - 1

@@ -186,13 +186,22 @@ def _commit_one(state: State, session: Session, lease: Lease, slot: int, key: by
             return BlockOutcome.EXISTS, twin
         leases.append(state, lease, HOLE)
         return BlockOutcome.EXISTS, 0
-    if parent == key:
+    if parent == key or (row and _is_above(state, row, lease.namespaces[0], parent)):
         return BlockOutcome.BAD_KEY, 0
     if not needs_row(state):
         return BlockOutcome.NO_ROOM, 0
     row = index.find_one(lease.namespaces[0], key) or index.add_one(lease.namespaces[0], key)
     _store(state, session, lease, slot, row, parent)
     return BlockOutcome.STORED, 0
+
+
+def _is_above(state: State, row: int, namespace: int, parent: bytes) -> bool:
+    """Whether the block in `row` is an ancestor of what it names as its parent: such a ring could never be evicted."""
+    index = state.index
+    at = index.find_one(namespace, parent) if index.first_child_at[row] else 0
+    while at and at != row:
+        at = index.parent_at[at]
+    return at == row and at != 0
 
 
 def _store(state: State, session: Session, lease: Lease, slot: int, row: int, parent: bytes) -> None:

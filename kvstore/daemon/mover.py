@@ -84,7 +84,10 @@ class Mover:
     def add(self, decision: StartRead | StartVerify | StartDelete | AssignExtent) -> None:
         """Queue one decision. A read that is queued as a guess and comes again as a demand moves up."""
         match decision:
+            case StartRead() if self._is_out(decision.transfer):
+                pass  # it is being read already: nothing is sooner
             case StartRead():
+                self._demand.pop(decision.transfer, None)
                 self._prefetch.pop(decision.transfer, None)
                 queue = self._demand if decision.priority is Priority.DEMAND else self._prefetch
                 queue[decision.transfer] = decision
@@ -97,6 +100,9 @@ class Mover:
                     raise InternalFault(f"the mover got an extent of {decision.tier.name}; only nvme keeps its extents on disk")
                 self._assigns_failed.pop(decision.extent, None)
                 self._assigns[decision.extent] = decision
+
+    def _is_out(self, transfer: int) -> bool:
+        return any(item.transfer == transfer for job in self._out if isinstance(job, ReadJob) for item in job.items)
 
     def next_jobs(self, now: float) -> list[Job]:
         """The jobs to start now. Call after every `add`, every `finished`, and at `wake_at`."""

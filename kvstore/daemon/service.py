@@ -195,7 +195,7 @@ class Service(KVStoreServicer):
         try:
             async with contextlib.aclosing(watcher.events(namespaces, hub.snapshot)) as events:
                 async for event in events:
-                    await context.write(event)
+                    await in_time(context.write(event), "the watcher has not read")
         finally:
             hub.notices.forget(watcher)
 

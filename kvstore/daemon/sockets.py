@@ -42,8 +42,10 @@ def open_to_group(path: str) -> None:
 def _check_owner(directory: Path) -> None:
     """A directory in /tmp that another user made could lead clients to another daemon."""
     status = directory.stat()
-    if status.st_uid not in (os.geteuid(), 0) and status.st_mode & stat.S_IWOTH == 0:
+    if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"listen: {directory} belongs to another user; choose another --listen")
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"listen: anybody may replace files in {directory}; chmod o-w it, or choose another --listen")
 
 
 def _answers(path: str) -> bool:

@@ -51,6 +51,7 @@ class Outbound:
         self._bytes = 0
         self._ready = asyncio.Event()
         self.closed = False
+        self.closing = asyncio.Event()
 
     def push(self, message: pb.ServerMessage) -> bool:
         """Queue one; False where the queue is full. After `close` nothing is queued."""
@@ -75,6 +76,7 @@ class Outbound:
             last.epoch = self._epoch
             self._queue.append(last)
         self.closed = True
+        self.closing.set()
         self._ready.set()
 
     async def drain_into(self, send: Send) -> None:
@@ -116,18 +118,19 @@ class SessionStream:
         """Until either side ends. However it ends, the session does too."""
         reader = asyncio.create_task(self._read(incoming))
         writer = asyncio.create_task(self._out.drain_into(send))
+        closing = asyncio.create_task(self._out.closing.wait())  # a client that does not read keeps both of them waiting
         try:
-            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
             self._end()
             self._out.close()
             done, _ = await asyncio.wait({writer}, timeout=FAREWELL_S)
             if not done and self._error is not None:
                 raise self._error  # the client does not read: the call's status tells it why
         finally:
-            reader.cancel()
-            writer.cancel()
+            for task in (reader, writer, closing):
+                task.cancel()
             self._end()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(reader, writer, closing, return_exceptions=True)
 
     def _end(self) -> None:
         if self._session is not None and not self._session.ended:
