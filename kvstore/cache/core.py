@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import checking, claims, completions, hints, invariants, moving, reading, recovery, sessions, writing
+from kvstore.cache import checking, claims, completions, demoting, hints, invariants, reading, recovery, sessions, writing
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.messages import (
     Abandon,
@@ -164,7 +164,7 @@ class Cache:
 
     def next_writes(self, limit: int) -> list[StartWrite]:
         """Blocks to copy down now; call when the mover has room. Drain afterwards."""
-        return moving.next_writes(self.state, limit)
+        return demoting.next_writes(self.state, limit)
 
     def next_sums(self, limit_bytes: int) -> list[StartVerify]:
         """With verify = read: blocks whose first checksum is to be taken now, about so many bytes; call when the mover has room."""

@@ -1,9 +1,8 @@
-"""Where bytes go: making room, eviction, and the copies down to nvme.
+"""Making room: which slots, extents and index rows are given up for what comes.
 
 Room is made at once or not at all: free slots, then an unassigned extent, then a whole extent of another size if it is the colder, then
 the coldest evictable leaf, then a whole extent of another size anyway. A dram victim with a copy on nvme is just dropped. Of the coldest
-few, one with a copy below goes before one without; when none of them has one, the coldest is dropped all the same and counted. An nvme
-slot is reusable only once its record is deleted, so a stock of free ones is kept ahead: the staging slots of the edge from dram to nvme.
+few, one with a copy below goes before one without; when none of them has one, the coldest is dropped all the same and counted.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import numpy as np
 
 from kvstore.cache import leases
 from kvstore.cache.eviction.candidates import Candidates
-from kvstore.cache.holders import TransferKind
-from kvstore.cache.index import CHECKSUM_FLAGS, HAS_CHECKSUM, IN_FLIGHT
-from kvstore.cache.messages import UNIT_BYTES, AssignExtent, EndReason, NoticeKind, StartWrite, Tier
+from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT
+from kvstore.cache.messages import AssignExtent, EndReason, NoticeKind, Tier
 from kvstore.cache.slots import DIRTY, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
 CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
-STAGING_SLOTS = 64  # nvme slots kept free ahead of writes, per size; at most a 16th of the size's slots
 FREE_ROWS_LOOKED_AT = 4096  # blocks: a search for a row to free gives up after so many that are held in another tier
 DESCENDANTS_FIRST = 16_384  # blocks put first in line when an ancestor goes by force: 10 ms of work at most
 
@@ -59,7 +56,7 @@ def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
 def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
     """Evict up to `wanted` leaves of this size, coldest first; a parent that becomes a leaf takes its turn. Answers how many."""
     candidates = state.candidates(tier, slot_units)
-    writes = tier is Tier.DRAM and _writes_down(state)
+    writes = tier is Tier.DRAM and writes_down(state)
     passed: list[tuple[int, int]] = []  # (rank, slot), a heap: looked at, and without a copy below
     evicted = 0
     while evicted < wanted and (slot := _clean_victim(state, candidates, passed) if writes else candidates.pop()):
@@ -72,7 +69,7 @@ def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
     return evicted
 
 
-def _writes_down(state: State) -> bool:
+def writes_down(state: State) -> bool:
     """Whether blocks in dram are to have a copy on nvme sooner or later."""
     return state.nvme is not None and state.sizes.nvme_write != "off"
 
@@ -95,7 +92,7 @@ def evict(state: State, tier: Tier, slot: int) -> None:
     table = state.tables[tier]
     row = table.row_at[slot]
     state.counters[f"evicted_{tier.name.lower()}"] += 1
-    if tier is Tier.DRAM and _writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
+    if tier is Tier.DRAM and writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
         state.counters["dropped_before_written"] += 1
     state.story.tell(state.index.word(row), "evict", slot, tier)
     _leave_tier(state, tier, row, slot)
@@ -258,85 +255,7 @@ def _closure(state: State, table: SlotTable, extent: int) -> list[int] | None:
     return ordered
 
 
-# ---- transfers
-
-
-def next_writes(state: State, limit: int) -> list[StartWrite]:
-    """Up to `limit` blocks to copy down now. The mover asks when it has room; nothing is started otherwise."""
-    if not _writes_down(state) or state.now < state.writes_paused_until:
-        return []
-    if state.sizes.nvme_write == "on_evict":
-        _queue_coldest(state, limit)
-    started: list[StartWrite] = []
-    while len(started) < limit and (slot := state.to_write.peek()) and (write := _start_write(state, slot)):
-        state.to_write.pop()
-        started.append(write)
-    return started
-
-
-def _queue_coldest(state: State, limit: int) -> None:
-    """on_evict: of the coldest evictable dram blocks, queue those without a copy below."""
-    for slot_units in np.unique(state.dram.extent_slot_units):
-        if not slot_units:
-            continue
-        candidates = state.candidates(Tier.DRAM, int(slot_units))
-        looked: list[int] = []
-        free = len(state.dram.free.get(int(slot_units), ()))
-        while len(looked) + free < CLEAN_RESERVE and (slot := candidates.pop()):
-            looked.append(slot)
-        for slot in looked:
-            candidates.expose(slot)
-            if not state.index.slot_at[Tier.NVME][state.dram.row_at[slot]] and len(state.to_write) < limit:
-                state.to_write.add(slot)
-
-
-def _start_write(state: State, slot: int) -> StartWrite | None:
-    table, index = state.nvme, state.index
-    if table is None:
-        return None
-    row = state.dram.row_at[slot]
-    slot_units = state.dram.slot_units_of(slot)
-    target = table.take_free(slot_units, SlotState.FILLING)
-    if not target and assign_extent(state, table, slot_units):
-        target = table.take_free(slot_units, SlotState.FILLING)
-    keep_staging(state, table, slot_units)
-    if not target:
-        return None
-    transfer = state.new_transfer(TransferKind.WRITE, row, slot, target)
-    state.writing[row] = transfer
-    state.dram.busy(slot, 1)
-    table.busy(target, 1)
-    low, high = index.checksum[row].tolist()
-    checksum = (low, high) if index.flags_at[row] & HAS_CHECKSUM else None
-    namespace, parent = index.namespace_at[row], index.hash_bytes(index.parent_at[row])
-    return StartWrite(
-        transfer.id,
-        namespace,
-        index.hash_bytes(row),
-        parent,
-        state.dram.units_at[slot],
-        table.units_at[target],
-        table.generation_at[target],
-        checksum,
-    )
-
-
-def keep_staging(state: State, table: SlotTable, slot_units: int) -> None:
-    """Evict ahead so that some nvme slots of this size are free (or soon will be) for the next writes."""
-    extents = int(np.count_nonzero(table.extent_slot_units == slot_units))
-    wanted = min(STAGING_SLOTS, max(1, extents * (table.extent_units // slot_units) // 16))
-    unassigned = int(np.count_nonzero(table.extent_slot_units == 0)) * (table.extent_units // slot_units)
-    unassigned = unassigned if table.has_numbers(slot_units) else 0
-    coming = table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES)
-    short = wanted - len(table.free.get(slot_units, ())) - unassigned - coming
-    if short > 0:
-        take_colder_extent(state, table, slot_units)
-        short -= table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES) - coming
-    victims = 0
-    while victims < short and evict_one(state, Tier.NVME, slot_units):
-        victims += 1
-    if short > 0 and not victims and not coming and not table.free.get(slot_units):
-        take_cold_extent(state, table, slot_units)
+# ---- rows
 
 
 def needs_row(state: State) -> bool:
