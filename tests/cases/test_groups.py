@@ -116,7 +116,8 @@ def test_a_block_lost_in_one_rank_shortens_all(daemon: DaemonProcess, client: KV
     one, two, members = ranks(daemon.address)
     with one, two:
         granting = one.acquire(7, PROMPT, group="model")
-        assert (blocks_of(granting), granting.ended) == ((33, 33), "failed")
+        assert blocks_of(granting) == (33, 33)
+        assert granting.ended in ("failed", "missing")  # missing: the disk had been looked over meanwhile
         assert right(one, granting.units[0])
         assert len(claim(two, 7, members[1]).units) == 33
         assert eventually(lambda: tier(client, "dram").held_bytes == 66 * GEOMETRY.slot_bytes)
