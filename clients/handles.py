@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import errors
-from kvstore.clients.arena import Arena, Bytes, SessionLock
+from kvstore.clients.arena import Arena, Bytes, SessionLock, populate
 from kvstore.clients.session import Session
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, Identity, fingerprint
@@ -156,6 +156,8 @@ class Lease:
                 raise errors.InvalidArgument(f"a target has {len(into)} bytes, a block {len(view)}; give one of the same size")
             if not into.flags.writeable:
                 raise errors.InvalidArgument("a target is read-only; give a bytearray, a writable memoryview or array")
+            if self.attached is not None:
+                populate(view, write=False)
             np.copyto(into, view)
         self.check()
         return count
