@@ -13,7 +13,7 @@ from tests.cache.test_machine import CacheMachine
 from tests.cache.test_walks import walk
 from tests.cache.world import LARGE, ROOT, SMALL, Path, World, chain, pack, sizes
 
-WALKS = 8  # walks; each some 0.2 s
+WALKS = 5  # walks; each some 0.2 s
 STEPS = 200  # operations a walk
 SLOTS = 16  # small slots of dram in the world
 

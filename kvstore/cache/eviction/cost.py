@@ -32,8 +32,9 @@ class Cost(Policy):
         self._index, self._table, self._namespaces = index, table, namespaces
         self._rank = np.zeros(table.max_slots + 1, np.int64)
         self._rank_at = self._rank.data
-        self._worth = np.zeros(table.max_slots + 1, np.float32)  # of one use, in units of 1 / _ONE
+        self._worth = np.zeros(table.max_slots + 1, np.int64)  # of one use, in units of 1 / _ONE
         self._uses = np.zeros(table.max_slots + 1, np.uint8)
+        self._worth_at, self._uses_at = self._worth.data, self._uses.data
         self._depth = np.zeros(index.capacity + 1, np.int32)  # by row: blocks before it
         self._depth_at = self._depth.data
         self._age = 0
@@ -41,25 +42,33 @@ class Cost(Policy):
         self._first_density = 0.0  # tokens per byte of the first namespace that stored a block: worth is relative to it
 
     def inserted(self, slot: int) -> None:
-        self.inserted_many(np.array([slot], np.int32))
+        row = self._table.row_at[slot]
+        self._depth_at[row] = depth = self._below(self._index.parent_at[row])
+        base, growth = self._terms(self._index.namespace_at[row])
+        self._worth_at[slot] = int(base + depth * growth)
+        self._uses_at[slot] = 1
+        self._place(slot)
 
     def inserted_many(self, slots: NDArray[np.int32]) -> None:
         if not slots.size:
             return
         rows = self._table.row[slots]
         self._measure(rows)
-        for namespace in np.unique(self._index.namespace[rows]).tolist():
-            mine = self._index.namespace[rows] == namespace
-            self._worth[slots[mine]] = self._worth_of(namespace, rows[mine])
+        owner = self._index.namespace[rows]
+        for namespace in np.unique(owner).tolist():
+            mine = owner == namespace
+            base, growth = self._terms(namespace)
+            self._worth[slots[mine]] = base + self._depth[rows[mine]] * growth
         self._uses[slots] = 1
-        self._place(slots)
+        self._place_many(slots)
 
     def used(self, slot: int) -> None:
-        self.used_many(np.array([slot], np.int32))
+        self._uses_at[slot] = min(self._uses_at[slot] + 1, MAX_USES)
+        self._place(slot)
 
     def used_many(self, slots: NDArray[np.int32]) -> None:
         self._uses[slots] = np.minimum(self._uses[slots] + 1, MAX_USES)
-        self._place(slots)
+        self._place_many(slots)
 
     def first_in_line(self, slot: int) -> None:
         self._rank_at[slot] = FIRST_IN_LINE
@@ -77,8 +86,12 @@ class Cost(Policy):
     def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
         return self._rank[slots]
 
-    def _place(self, slots: NDArray[np.int32]) -> None:
-        worth = self._age + (self._uses[slots] * self._worth[slots]).astype(np.int64) + 1
+    def _place(self, slot: int) -> None:
+        worth = self._age + self._uses_at[slot] * self._worth_at[slot] + 1
+        self._rank_at[slot] = min(worth, _MAX_WORTH) << _ORDER_BITS | self._order
+
+    def _place_many(self, slots: NDArray[np.int32]) -> None:
+        worth = self._age + self._uses[slots] * self._worth[slots] + 1
         self._rank[slots] = np.minimum(worth, _MAX_WORTH) << _ORDER_BITS | self._order
 
     def _measure(self, rows: Rows) -> None:
@@ -93,10 +106,11 @@ class Cost(Policy):
     def _below(self, parent: int) -> int:
         return self._depth_at[parent] + 1 if self._index.parent_at[parent] else 0
 
-    def _worth_of(self, namespace: int, rows: Rows) -> NDArray[np.float64]:
+    def _terms(self, namespace: int) -> tuple[float, float]:
+        """What the worth of a namespace's blocks is made of: the first block's, and what each further one adds."""
         spec = self._namespaces[namespace]
         tokens = (spec.block_tokens if spec else 0) or 1
         density = tokens / ((spec.slot_units if spec else 1) * UNIT_BYTES)
         self._first_density = self._first_density or density
-        worth: NDArray[np.float64] = _ONE * density / self._first_density * (1 + self._depth[rows] * tokens / QUADRATIC_TOKENS)
-        return worth
+        base = _ONE * density / self._first_density
+        return base, base * tokens / QUADRATIC_TOKENS
