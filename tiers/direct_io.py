@@ -17,14 +17,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SharedFd:
-    """A file descriptor that several threads use; it is closed when the last of them is done, so it never names another file."""
+    """A file descriptor that several threads use; it is closed when the last of them is done, so it never names another file.
+
+    `failed_syncs` counts. What was written before one may be lost though a later sync works: the system reports it once, to one thread,
+    and does not write it again. Whoever wrote before it has to write anew.
+    """
 
     def __init__(self, fd: int, path: Path) -> None:
         self.path = path
+        self.failed_syncs = 0
         self._fd = fd
         self._users = 1  # the owner counts as one
         self._closed = False
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()  # one at a time, so that a failed one is counted before another works
 
     @contextmanager
     def use(self) -> Iterator[int]:
@@ -37,6 +43,15 @@ class SharedFd:
             yield self._fd
         finally:
             self._leave()
+
+    def sync(self) -> None:
+        """Return when everything written is on the medium. Raises Unavailable, ResourceExhausted."""
+        with self.use() as fd, self._syncing:
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                self.failed_syncs += 1
+                raise os_fault(self.path, "sync", 0, error) from error
 
     def close(self) -> None:
         """Refuse new users; the descriptor goes with the last one. Idempotent, does not wait."""
@@ -92,12 +107,13 @@ class DirectFile:
                 at, rest = at + put, _after(rest, put)
 
     def sync(self) -> None:
-        """Return when everything written is on the medium. Raises Unavailable, ResourceExhausted."""
-        with self._fd.use() as fd:
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                raise os_fault(self._fd.path, "sync", 0, error) from error
+        """See `SharedFd.sync`."""
+        self._fd.sync()
+
+    @property
+    def failed_syncs(self) -> int:
+        """See `SharedFd`."""
+        return self._fd.failed_syncs
 
     def close(self) -> None:
         """Refuse further calls; those in progress end by themselves."""

@@ -7,6 +7,7 @@ is to outlive a power failure both are synced in that order, so a record never s
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 import uuid
@@ -66,6 +67,7 @@ class NvmeTier:
         self._records = records
         self._durable = durable
         self._readable_units = readable_units
+        self._failed_syncs: dict[int, int] = {}  # by offset of a slot: how many syncs of the data had failed when it was last written
         self._health = HealthRecord(data.refusal)
 
     @classmethod
@@ -145,6 +147,8 @@ class NvmeTier:
 
         Call once, before the first write. Takes about a second for a million records: call it in a thread.
         """
+        if self._durable is Durable.POWER:
+            self.sync()  # what the last run wrote and could not sync any more counts from now on
         numbers = np.array([each.number for each in self.namespaces.values()], dtype=np.uint32)
         loaded = self._records.load(self._readable_units, numbers)
         useless = np.concatenate([loaded.torn_units, loaded.misplaced_units, loaded.superseded_units])
@@ -161,32 +165,32 @@ class NvmeTier:
     def write(self, offset_bytes: int, sources: Sequence[memoryview]) -> None:
         """See `ByteTier.write`."""
         check_range(self.name, self.capacity_bytes, offset_bytes, sources)
+        for start in itertools.accumulate((source.nbytes for source in sources[:-1]), initial=offset_bytes):
+            self._failed_syncs[start] = self._data.failed_syncs
         with self._watched("write"):
             self._data.write(offset_bytes, sources)
 
     def assign_extent(self, extent: int, slot_units: int) -> None:
         """See `BlockTier.assign_extent`."""
-        with self._watched("assign"):
+        with self._watched("assign"), self._on_medium():
             self._records.assign(extent, slot_units)
-            self._sync_records()
 
     def write_records(self, records: Sequence[BlockRecord]) -> None:
         """See `BlockTier.write_records`. Syncs the data first where writes are to outlive a power failure."""
         encoded = self._encoded(records)
         with self._watched("record"):
             if self._durable is Durable.POWER:
-                self._data.sync()
-            self._records.write(encoded)
-            self._sync_records()
+                self._sync_data([record.units * UNIT_BYTES for record in records])
+            with self._on_medium():
+                self._records.write(encoded)
 
     def delete_records(self, units: NDArray[np.uint32], quarantine: bool) -> None:
         """See `BlockTier.delete_records`."""
-        with self._watched("delete"):
+        with self._watched("delete"), self._on_medium():
             if quarantine:
                 self._records.quarantine(units)
             else:
                 self._records.erase(units)
-            self._sync_records()
 
     def sync(self) -> None:
         """Return when everything written is on the medium."""
@@ -241,9 +245,21 @@ class NvmeTier:
         records["state"] = RecordState.LIVE
         return records
 
-    def _sync_records(self) -> None:
+    def _sync_data(self, offsets: Sequence[int]) -> None:
+        """What was written from these offsets on is on the medium. Raises Unavailable too where another thread's sync has failed since."""
+        self._data.sync()
+        if any(self._failed_syncs.get(offset) != self._data.failed_syncs for offset in offsets):
+            raise Unavailable("nvme: a sync failed after these blocks were written, so they may be lost; they are written anew")
+
+    @contextmanager
+    def _on_medium(self) -> Iterator[None]:
+        """Records written inside are on the medium afterwards, where writes are to outlive a power failure. Raises as `_sync_data` does."""
+        before = self._records.failed_syncs
+        yield
         if self._durable is Durable.POWER:
             self._records.sync()
+            if self._records.failed_syncs != before:
+                raise Unavailable("nvme: another thread's sync failed meanwhile, so these records may be lost; they are written anew")
 
     @contextmanager
     def _watched(self, kind: str) -> Iterator[None]:

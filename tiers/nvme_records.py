@@ -125,12 +125,13 @@ class RecordFile:
         )
 
     def sync(self) -> None:
-        """Return when every record written is on the medium."""
-        with self._fd.use() as fd:
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                raise os_fault(self._fd.path, "sync", 0, error) from error
+        """See `SharedFd.sync`."""
+        self._fd.sync()
+
+    @property
+    def failed_syncs(self) -> int:
+        """See `SharedFd`."""
+        return self._fd.failed_syncs
 
     def close(self) -> None:
         """Refuse further calls; those in progress end by themselves."""
