@@ -132,29 +132,6 @@ def test_a_fault_whose_work_is_gone_passes_by_a_probe(sick: FaultyDaemon, client
     assert tier(client, "nvme").blocks == 0
 
 
-def test_reads_that_never_return_cost_the_deadline_and_show(sick: FaultyDaemon, client: KVClient) -> None:
-    """Case 37: a deadline, then a miss; the late bytes come into no other block's slot; and the disk shows as sick until then."""
-    namespace = client.open_namespace(IDENTITY, GEOMETRY)
-    on_disk_only(client, namespace, sick, chain(1, 20))
-    sick.fault("stuck", "read")
-    for _ in range(3):
-        started_at = time.monotonic()
-        assert read(client, namespace, chain(1, 20)) == 0
-        assert time.monotonic() - started_at < 2 * WAIT_S + 1
-    assert shows_as(sick, client, "degraded")
-    assert "under way" in tier(client, "nvme").health_reason
-    assert metric(sick, "kvstore_longest_transfer_seconds") > WAIT_S
-    assert metric(sick, 'kvstore_cache_events_total{event="acquire_deadlines"}') >= 3
-    for seed in range(2, 400):  # as much as memory has, and more: the slots that wait for the disk are nobody else's
-        assert store(client, namespace, chain(seed, 20)).stored == 20
-    assert tier(client, "dram").class_bytes["filling"] > 0
-    sick.heal()
-    assert shows_as(sick, client, "ok", BACK_S)
-    assert eventually(lambda: tier(client, "dram").class_bytes["filling"] == 0)
-    assert [read(client, namespace, chain(seed, 20)) for seed in range(380, 400)] == [20] * 20
-    assert read(client, namespace, chain(1, 20)) == 20
-
-
 def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon, client: KVClient) -> None:
     namespace = client.open_namespace(IDENTITY, GEOMETRY)
     on_disk_only(client, namespace, sick, chain(1, 4))
