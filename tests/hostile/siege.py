@@ -49,9 +49,16 @@ def run(directory: Path, messages: int, seed: int, processes: int = 1) -> Outcom
         outcome.bystander_slowest_s = bystander.slowest_s
         outcome.faults += bystander.faults
         outcome.faults += _left(daemon)
-        outcome.faults += [line for line in daemon.log().splitlines() if any(word in line for word in BAD_WORDS)][:20]
+        outcome.faults += bad_lines(daemon.log())
     outcome.seconds = time.monotonic() - started_at
     return outcome
+
+
+def bad_lines(log: str) -> list[str]:
+    """What no input may make the daemon write, each with what follows it."""
+    lines = log.splitlines()
+    bad = [at for at, line in enumerate(lines) if any(word in line for word in BAD_WORDS)]
+    return ["\n    ".join(lines[at : at + 25]) for at in bad[:5]]
 
 
 def _attack(address: str, messages: int, seed: int, processes: int, outcome: Outcome) -> None:
