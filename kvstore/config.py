@@ -66,7 +66,7 @@ class NvmeSettings:
     write: str = setting("through", "when blocks go to disk: at once, when pushed out, or never", choices=("through", "on_evict", "off"))
     write_bytes_per_s: int = setting(GIB, "the most that is written per second, since flash wears out", unit="bytes/s", low=MIB)
     durable: str = setting("process", "a write counts once it outlives the process, or a power failure too", choices=("process", "power"))
-    queue_depth: int = setting(16, "blocks on their way to or from the disk at once, at most; each thread moves one batch of up to 8", low=1, high=1024)
+    queue_depth: int = setting(16, "the most blocks on their way to or from the disk; a thread takes 8 at a time", low=1, high=1024)
     threads: int = setting(2, "threads that copy and checksum", low=1, high=64)
 
 

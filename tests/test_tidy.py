@@ -25,12 +25,12 @@ MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck"),
     "kernels": ("tiers", "worker", "clients"),
-    "clients": ("worker", "cli"),
+    "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
     "worker": ("cli",),
     "replay": ("cli",),
     "bench": ("cli",),
-    "testing": (),
+    "testing": ("bench",),
     "cli": (),
 }
 CACHE_NEVER_IMPORTS = {"time", "random", "asyncio", "threading", "os", "socket", "logging"}

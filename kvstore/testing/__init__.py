@@ -1,1 +1,1 @@
-"""Suites that an implementation of one of the store's seams subclasses to be tested. Needs pytest; nothing else imports it."""
+"""Suites that an implementation of one of the store's seams subclasses to be tested. The suites need pytest; `daemon` does not, and benchmarks use it too."""
