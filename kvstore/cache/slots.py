@@ -40,6 +40,10 @@ class SlotState(IntEnum):
     QUARANTINED = 7  # returned wrong bytes
 
 
+_IDLE = (SlotState.UNASSIGNED, SlotState.FREE, SlotState.QUARANTINED)
+_BUSY = np.array([state not in _IDLE for state in SlotState])  # by state: held, whoever else has a lease on it
+
+
 class SlotTable:
     """Arrays of one tier's slots. `bytes_in[state]` adds up to `capacity_bytes` at all times."""
 
@@ -219,7 +223,7 @@ class SlotTable:
         """`is_held` for many. [n]"""
         states = self.state[slots]
         live = (self.holds[slots] > 0) | (self.transfers[slots] > 0)
-        return np.where(states == SlotState.LIVE, live, ~np.isin(states, (SlotState.UNASSIGNED, SlotState.FREE, SlotState.QUARANTINED)))
+        return np.where(states == SlotState.LIVE, live, _BUSY[states])
 
     def bytes_of(self, slots: SlotIds) -> NDArray[np.int64]:
         """The size of each slot. [n]"""
@@ -258,7 +262,7 @@ class SlotTable:
         state = self.state_at[slot]
         if state == SlotState.LIVE:
             return self.holds_at[slot] > 0 or self.transfers_at[slot] > 0
-        return state not in (SlotState.UNASSIGNED, SlotState.FREE, SlotState.QUARANTINED)
+        return state not in _IDLE
 
     def hold(self, slot: int, change: int) -> None:
         """Add to (or take from) the leases on a slot."""
