@@ -16,7 +16,7 @@ from tests.cases.children import Child
 from tests.cases.figures import eventually, read, store, tier
 
 SLOT = GEOMETRY.slot_bytes
-SILENCE_S = 1.5  # seconds that a session may be silent here
+SILENCE_S = 1.0  # seconds that a session may be silent here
 OVER = (errors.SessionEnded, errors.StaleEpoch)
 
 
@@ -36,9 +36,9 @@ def client(small: DaemonProcess) -> Iterator[KVClient]:
 def fill_memory(client: KVClient) -> list[int]:
     """Store far more than fits, and read all that is left of it: the last chains, each byte right."""
     namespace = client.open_namespace(IDENTITY, GEOMETRY)
-    for seed in range(100, 150):
+    for seed in range(100, 135):
         store(client, namespace, chain(seed, 20))
-    return [read(client, namespace, chain(seed, 20)) for seed in range(140, 150)]
+    return [read(client, namespace, chain(seed, 20)) for seed in range(125, 135)]
 
 
 def orphaned(client: KVClient) -> int:

@@ -25,7 +25,7 @@ from tests.cases.figures import all_on_disk, opaque, read, store
 from tests.hostile import ruins
 
 ODD = opaque(5_000)
-RUINS = 120
+RUINS = 96
 ADVICE = ("run: kvstore fsck --clear", "name a directory", "check the disk", "move it away", "set a ")  # one of which a refusal gives
 HANGS_S = 20.0  # seconds: a start on such a small directory takes a fraction of one
 

@@ -59,7 +59,7 @@ def many(seeds: range, jobs: int, first: bool) -> int:
                 failures += 1
                 print(failed(report), flush=True)
                 if first:
-                    pool.shutdown(wait=False, cancel_futures=True)
+                    pool.shutdown(cancel_futures=True)
                     break
     took_s = time.perf_counter() - began
     print(f"{done} seeds, {failures} failed, {steps} steps, {served} blocks looked at, {took_s:.0f} s; {reached(total)}")

@@ -8,6 +8,9 @@ from functools import partial
 
 from kvstore.daemon.jobs import Job, Moved
 from tests.simulation.machine import Machine
+from tests.simulation.strands import Killed
+
+LOCK_S = 1e-4  # seconds until a lock is tried again
 
 Run = Callable[[Job], list[Moved]]
 Deliver = Callable[[Job, list[Moved]], None]
@@ -66,3 +69,22 @@ class Thread:
             self._target()
         finally:
             self._alive = False
+
+
+class Lock:
+    """In the place of `threading.Lock`: a thread that has to wait for it lets others run."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._held = False
+
+    def __enter__(self) -> None:
+        while self._held:
+            if self._machine.strand is None:
+                raise RuntimeError("an event loop waits for a thread's lock")
+            if not self._machine.pause(LOCK_S):
+                raise Killed
+        self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False

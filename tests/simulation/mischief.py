@@ -51,6 +51,8 @@ class Mischief:
     def end(self) -> None:
         """Everything gets well."""
         self._acts = {}
+        for process in self._scene.machine.processes:
+            process.fuse = None
         self._scene.disk.trouble = Trouble()
         self._scene.network.reply_loss = 0.0
         self._scene.memory.full = False

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.disk import Disk, Place, SmallFiles, SystemCalls
-from tests.simulation.lanes import Lanes, Thread
+from tests.simulation.lanes import Lanes, Lock, Thread
 from tests.simulation.machine import Machine
 from tests.simulation.memory import Dram, Memory, map_arena
 from tests.simulation.network import Channel, Network, Server
@@ -52,6 +52,7 @@ def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) ->
         "kvstore.daemon.sessions.secrets": secrets,
         **{f"kvstore.{module}.time": clock for module in CLOCKED},
         "kvstore.daemon.health_watch.threading": SimpleNamespace(Thread=partial(Thread, machine)),
+        "kvstore.tiers.direct_io.threading": SimpleNamespace(Lock=partial(Lock, machine)),
         "kvstore.daemon.transfers.Lanes": partial(Lanes, machine),
         # shared memory
         "kvstore.daemon.startup.DramTier": partial(Dram, memory),

@@ -181,12 +181,16 @@ class Watched:
                 self._machine.wrong("; ".join(broken))
 
     def all_found(self) -> None:
-        """After recovery: what was reported stored is there."""
+        """After recovery: what was reported stored is there. What is there besides is reported so by now."""
         for digest, key in self._truth.stored:
             namespace = self.cache.state.namespace_ids.get(b"default\0" + digest, 0)
             row = self.cache.state.index.find_one(namespace, key) if namespace else 0
             if not row or not self.cache.state.index.slot_at[Tier.NVME][row]:
                 self._machine.wrong("a block that was reported stored is not found after a crash", key)
+        index = self.cache.state.index
+        for row in np.flatnonzero(index.slot.get(Tier.NVME, ())).tolist():
+            found = (self._digest(index.namespace_at[row]), index.hash_bytes(row))
+            self._truth.stored.setdefault(found, self._truth.latest.get(found))
 
     # ---- wrappers
 
