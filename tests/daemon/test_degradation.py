@@ -26,14 +26,14 @@ from tests.daemon.faulty import FaultyDaemon
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 WAIT_S = 0.6  # seconds that anybody waits for a block here
 BACK_S = 12.0  # seconds until a disk that is well again shows as well: some of quiet, a probe, a look
-# Everything as in earnest, in a third of the time: a second try, and a probe when for longer than that nothing has failed.
-HURRY = "kvstore.cache.completions.WRITE_PAUSE_S=0.3,kvstore.tiers.nvme.PROBE_QUIET_S=0.9"
+# Everything as in earnest, in a third of the time: second tries, a probe when for longer than that nothing has failed, looks.
+HURRY = "kvstore.cache.completions.WRITE_PAUSE_S=0.3,kvstore.tiers.nvme.PROBE_QUIET_S=0.9,kvstore.daemon.server.BEAT_TICKS=2"
 
 
 @pytest.fixture
 def sick(tmp_path: Path) -> Iterator[FaultyDaemon]:
     """A daemon whose disk does as it is told."""
-    with FaultyDaemon(tmp_path, ["--acquire-timeout-s", str(WAIT_S), "--shutdown-s", "2"], constants=HURRY) as process:
+    with FaultyDaemon(tmp_path, ["--acquire-timeout-s", str(WAIT_S), "--shutdown-s", "1"], constants=HURRY) as process:
         yield process
 
 
@@ -88,7 +88,7 @@ def test_reads_that_fail_are_misses_and_show(sick: FaultyDaemon, client: KVClien
     assert "nvme is degraded: " in sick.log()
     assert store(client, namespace, chain(2, 20)).stored == 20
     assert read(client, namespace, chain(2, 20)) == 20, "memory serves as ever"
-    time.sleep(2.5)
+    time.sleep(1.8)
     assert shows_as(sick, client, "degraded"), "the probe fails too"
     sick.heal()
     assert shows_as(sick, client, "ok", BACK_S), "and nobody has read anything meanwhile"
@@ -111,7 +111,7 @@ def test_writes_that_fail_show_and_are_made_up_for(sick: FaultyDaemon, client: K
     assert tier(client, "nvme").blocks == 20, "nothing that was not stored is reported stored"
     assert client.lookup(namespace, chain(2, 20)).tiers == ("dram",) * 20
     assert metric(sick, 'kvstore_cache_events_total{event="failed_writes"}') >= 1
-    time.sleep(1.5)
+    time.sleep(1.3)
     assert shows_as(sick, client, "degraded"), "as long as it lasts"
     sick.heal()
     assert all_on_disk(client, 40)
