@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -31,6 +33,9 @@ COLLECT_TICKS = 2  # ticks between looks for processes that are gone: 0.2 s
 BEAT_TICKS = 10  # ticks between signs of life and looks at health: 1 s
 LAG_WINDOW_TICKS = 100  # ticks that the lag metric looks back: 10 s
 PREFAULT_WAIT_S = 1.0  # seconds that readiness waits for memory to be touched: a small arena is whole then
+STOP_SLACK_S = 15.0  # seconds past its deadline for an orderly stop to be over: for goodbyes, and to sync what was written
+LAST_S = 3.0  # seconds after the last word for the interpreter to end, which waits for its threads
+EXIT_HUNG = 1  # exit status where it does not
 GOODBYE_S = 1.0  # seconds for clients to hear that the daemon stops
 MAX_MESSAGE_BYTES = 4 * 2**20  # 4 MiB: a batch's 8,192 blocks with hashes, parents and token ids are under 2
 MAX_CALLS = 8192  # calls under way at once, sessions' streams included
@@ -43,7 +48,22 @@ def run(settings: Settings, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. `say` gets the readiness line. Raises ConfigError and FormatError, each with what to do."""
     set_up(settings.log)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings, say))
+        try:
+            runner.run(_serve(settings, say))
+        finally:
+            _end_anyway(LAST_S)
+
+
+def _end_anyway(after_s: float) -> None:
+    """End the process so soon, though a thread hangs in the system, on a disk that does not answer. What is on disk is as after a crash."""
+
+    def end() -> None:
+        log.error("a thread hangs on the disk: ended without it")
+        os._exit(EXIT_HUNG)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -66,6 +86,7 @@ async def _serve(settings: Settings, say: Callable[[str], None]) -> None:
         say(daemon.readiness())
         await stop.wait()
         log.info("stopping: writes have %g s to finish", settings.shutdown_s)
+        _end_anyway(settings.shutdown_s + STOP_SLACK_S)
     finally:
         await daemon.stop()
     log.info("stopped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 import urllib.request
@@ -27,7 +28,15 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 WAIT_S = 0.6  # seconds that anybody waits for a block here
 BACK_S = 12.0  # seconds until a disk that is well again shows as well: some of quiet, a probe, a look
 # Everything as in earnest, in a third of the time: second tries, a probe when for longer than that nothing has failed, looks.
-HURRY = "kvstore.cache.completions.WRITE_PAUSE_S=0.3,kvstore.tiers.nvme.PROBE_QUIET_S=0.9,kvstore.daemon.server.BEAT_TICKS=2"
+HURRY = ",".join(
+    (
+        "kvstore.cache.completions.WRITE_PAUSE_S=0.3",
+        "kvstore.tiers.nvme.PROBE_QUIET_S=0.9",
+        "kvstore.daemon.server.BEAT_TICKS=2",
+        "kvstore.daemon.server.STOP_SLACK_S=4",
+        "kvstore.daemon.server.LAST_S=1",
+    )
+)
 
 
 @pytest.fixture
@@ -132,11 +141,12 @@ def test_a_fault_whose_work_is_gone_passes_by_a_probe(sick: FaultyDaemon, client
     assert tier(client, "nvme").blocks == 0
 
 
-def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon, client: KVClient) -> None:
+@pytest.mark.parametrize("calls", [("read", "write"), ("sync",)], ids="+".join)
+def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon, client: KVClient, calls: tuple[str, ...]) -> None:
     namespace = client.open_namespace(IDENTITY, GEOMETRY)
     on_disk_only(client, namespace, sick, chain(1, 4))
-    sick.fault("stuck", "read", "write")
-    assert read(client, namespace, chain(1, 4)) == 0
+    sick.fault("stuck", *calls)
+    assert read(client, namespace, chain(1, 4)) == (0 if "read" in calls else 4)
     started_at = time.monotonic()
     sick.stop()
     assert time.monotonic() - started_at < 8
@@ -145,7 +155,22 @@ def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon,
     assert read(client, namespace, chain(1, 4)) == 4
 
 
-def test_a_disk_that_does_not_answer_keeps_no_new_model_waiting(sick: FaultyDaemon, client: KVClient) -> None:
+def test_a_disk_that_does_not_answer_keeps_nobody_waiting_for_a_new_model(sick: FaultyDaemon, client: KVClient) -> None:
+    """Nor the daemon from stopping: a thread of it hangs in the system, as here in a pipe that nobody reads."""
+    client.open_namespace(IDENTITY, opaque(4_000))
+    os.mkfifo(sick.data / "namespaces.json.new")
+    started_at = time.monotonic()
+    namespace = client.open_namespace(IDENTITY, opaque(5_000))
+    assert 1 < time.monotonic() - started_at < 5
+    assert store(client, namespace, chain(1, 5)).stored == 5
+    assert read(client, namespace, chain(1, 5)) == 5
+    assert "is not remembered, its blocks stay in memory: no answer" in sick.log()
+    started_at = time.monotonic()
+    sick.stop()
+    assert time.monotonic() - started_at < 12
+
+
+def test_a_disk_that_refuses_a_new_model_keeps_nobody_waiting(sick: FaultyDaemon, client: KVClient) -> None:
     """A namespace is used from memory until the disk has taken it; then its blocks go down like any others."""
     sick.fault("EIO", "sync", "write", "record")
     (sick.data / "namespaces.json.new").mkdir()  # so that it cannot be replaced
