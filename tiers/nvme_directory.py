@@ -131,6 +131,8 @@ def clear(path: Path) -> list[str]:
     try:
         names = [*(f"{name}.new" for name in OWN_FILES), *OWN_FILES]  # a stop while one was replaced may have left a part
         removed = [name for name in names if (path / name).exists()]
+        if odd := [name for name in removed if not (path / name).is_file()]:
+            raise ConfigError(f"{path / odd[0]} is no ordinary file; move it away")
         for name in removed:
             (path / name).unlink()
         small_files.sync_directory(path)

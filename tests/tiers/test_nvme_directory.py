@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,3 +118,25 @@ def _no_room(path: Path, *_: object) -> None:
     if path.name == "data":
         path.touch()
     raise ConfigError("nvme data: more asked than there is")
+
+
+@pytest.mark.parametrize("name", ["data", "records", "namespaces.json", "probe"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_is_refused_and_not_cleared(disk: Disk, name: str, make: Callable[[Path], None]) -> None:
+    disk.filled(1).close()
+    (disk.directory / name).unlink(missing_ok=True)
+    make(disk.directory / name)
+    with pytest.raises(FormatError, match=f"{name} is no ordinary file; move it away"):
+        disk.open()
+    with pytest.raises(ConfigError, match=f"{name} is no ordinary file; move it away"):
+        nvme_directory.clear(disk.directory)
+    assert (disk.directory / "format.json").exists(), "nothing is removed"
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, 2**40, "1", None])
+def test_a_namespaces_number_that_cannot_be_is_refused(disk: Disk, value: object) -> None:
+    disk.filled(1).close()
+    path = disk.directory / "namespaces.json"
+    path.write_text(json.dumps([{**each, "number": value} for each in json.loads(path.read_text())]))
+    with pytest.raises(FormatError, match=r"namespaces\.json is damaged"):
+        disk.open()
