@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -256,7 +257,7 @@ def pack_one(value: int) -> Units:
     return np.array([value], np.uint32)
 
 
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.timeout(900)(CacheMachine.TestCase)  # a minute on an idle machine
 TestCacheMachine.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=35, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
