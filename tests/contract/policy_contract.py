@@ -100,6 +100,18 @@ class PolicyContract:
         assert not state.index.find(1, pack(chain((2, 3, 4)))).any()
         assert self.stored(world, (1, 0)) == 2
 
+    def test_what_can_be_reached_again_is_no_longer_first(self, world: World) -> None:
+        self.put(world, (1, 0))
+        self.put(world, (2, 3, 4))
+        state = world.cache.state
+        remove(state, state.index.find_one(1, chain((2,))[0]))
+        self.put(world, (2,))
+        state.candidates(Tier.DRAM, SMALL).refill()
+        self.use(world, (2, 3, 4))
+        assert evict_one(state, Tier.DRAM, SMALL)
+        world.step()
+        assert (self.stored(world, (1, 0)), self.stored(world, (2, 3, 4))) == (1, 3)
+
     def test_memory_passes_from_one_size_to_another(self, world: World) -> None:
         for first in range(SLOTS):
             self.put(world, (first + 1,))

@@ -20,6 +20,7 @@ MIN_KEPT = 256  # candidates: fewer would make a refill's scan too frequent
 MAX_KEPT = 65_536  # candidates: 2.5 MB of heap
 KEPT_SHARE = 16  # one in so many slots is kept, so that a scan is paid back by as many evictions
 _PINNED_RANK = 1 << 60  # pinned blocks come after all others
+_EVERY_RANK = (1 << 62) - 1  # a horizon beyond all ranks
 _SLOT_BITS = 32  # an entry is rank << 32 | slot
 
 
@@ -75,10 +76,10 @@ class Candidates:
         return self._lines[min(rank >> LINE_BITS, self._last)]
 
     def _within(self, ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which ranks lie within the horizon of their line. [n]"""
+        """Which ranks lie within the horizon of their line; all do where it is barren, which a slot from another line ends. [n]"""
         if not self._last:
             return ranks <= self._lines[0].horizon
-        return ranks <= np.array([line.horizon for line in self._lines])[self._line_of(ranks)]
+        return ranks <= np.array([_EVERY_RANK if line.barren else line.horizon for line in self._lines])[self._line_of(ranks)]
 
     def _line_of(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         lines: NDArray[np.int64] = np.minimum(ranks >> LINE_BITS, self._last)
@@ -97,7 +98,8 @@ class Candidates:
     def used(self, slot: int) -> None:
         """The slot's rank rose; mostly beyond the horizon."""
         rank = self._policy.rank(slot)
-        if rank <= self._line(rank).horizon and self.evictable(slot):
+        line = self._line(rank)
+        if (rank <= line.horizon or line.barren) and self.evictable(slot):
             self.expose(slot)
 
     def expose_many(self, slots: NDArray[np.int32]) -> None:

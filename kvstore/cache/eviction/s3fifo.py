@@ -46,9 +46,13 @@ class S3Fifo(Policy):
 
     def used(self, slot: int) -> None:
         self._uses_at[slot] = min(self._uses_at[slot] + 1, MAX_USES)
+        if self._rank_at[slot] >> LINE_BITS == _WORTHLESS:  # it can be reached again
+            self._move(slot, _SMALL)
 
     def used_many(self, slots: NDArray[np.int32]) -> None:
         self._uses[slots] = np.minimum(self._uses[slots] + 1, MAX_USES)
+        for slot in slots[self._rank[slots] >> LINE_BITS == _WORTHLESS].tolist():
+            self._move(slot, _SMALL)
 
     def left(self, slot: int) -> None:
         line = self._rank_at[slot] >> LINE_BITS
