@@ -154,6 +154,7 @@ def test_a_prompt_waits_no_longer_than_the_deadline() -> None:
     assert outcome.nvme_hit_blocks == 3
     assert waited_s(outcome, trace, ONE_A_SECOND, [0, 0, 3]) == pytest.approx(3.5)
     assert outcome.counters["acquire_deadlines"] == 1
+    assert outcome.cold_s == pytest.approx(3 * ONE_A_SECOND.cold_s(5 * BLOCK_TOKENS))  # nobody waits for ever
 
 
 def test_two_prompts_that_wait_for_one_block_read_it_once() -> None:
