@@ -68,6 +68,7 @@ class SlotTable:
         self.units_at = self.units.data
         self.extent_slot_units = np.zeros(self.extent_count, np.int32)
         self.extent_first = np.zeros(self.extent_count, np.int32)
+        self.extent_generation = np.zeros(self.extent_count, np.uint32)  # the highest that a slot had there when it was last given back
         self.extent_used = np.zeros(self.extent_count, np.int32)  # slots that are not FREE
         self.extent_slot_units_at, self.extent_used_at = self.extent_slot_units.data, self.extent_used.data
         self.spare_extents = self.extent_count  # unassigned, or all of whose slots are free
@@ -130,6 +131,7 @@ class SlotTable:
         self.extent_first[extent] = first
         self.extent_used[extent] = 0
         self.units[first : first + count] = extent * self.extent_units + slot_units * np.arange(count, dtype=np.uint32)
+        self.generation[first : first + count] = self.extent_generation[extent]
         self.state[first : first + count] = SlotState.FREE
         self.free.setdefault(slot_units, array("i")).extend(range(first + count - 1, first - 1, -1))
         self._move_bytes(SlotState.UNASSIGNED, SlotState.FREE, count * slot_units * UNIT_BYTES)
@@ -142,6 +144,7 @@ class SlotTable:
         self.free[slot_units] = array("i", [slot for slot in self.free[slot_units] if not first <= slot < first + count])
         self.state[first : first + count] = SlotState.UNASSIGNED
         self.extent_slot_units[extent] = 0
+        self.extent_generation[extent] = self.generation[first : first + count].max()
         self._move_bytes(SlotState.FREE, SlotState.UNASSIGNED, count * slot_units * UNIT_BYTES)
         self._free_id_range(first, count)
 

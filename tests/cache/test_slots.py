@@ -31,17 +31,21 @@ SIZES = (1, 2, 4)  # units
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_are_found_by_their_place_whatever_was_there_before(seed: int) -> None:
+def test_slots_are_found_by_their_place_and_known_by_their_name_whatever_was_there_before(seed: int) -> None:
     chance = random.Random(seed)
     table = SlotTable(Tier.NVME, EXTENTS * EXTENT_UNITS, EXTENT_UNITS, EXTENTS * EXTENT_UNITS)
     taken: list[int] = []
+    names: set[tuple[int, int]] = set()
     for _ in range(200):
         slot_units = chance.choice(SIZES)
         if table.spare_extents and table.has_numbers(slot_units):
             extent = table.unassigned_extent()
             assert extent is not None
             assert table.assign(extent, slot_units)
-            taken.append(table.take_free(slot_units, SlotState.LIVE))
+            taken.append(slot := table.take_free(slot_units, SlotState.LIVE))
+            name = table.units_at[slot], table.generation_at[slot]
+            assert name not in names, "a slot has another name each time that it changes hands"
+            names.add(name)
         for slot in chance.sample(taken, chance.randrange(len(taken) + 1)):
             taken.remove(slot)
             table.become(slot, SlotState.FREE)

@@ -113,14 +113,8 @@ MUTANTS = (
     Mutant(
         "what survivors of the last daemon hold is given to others",
         "kvstore/daemon/startup.py",
-        "        kept = hub.cache.survivors(",
-        "        kept = len(",
-    ),
-    Mutant(
-        "of two records of a block the older one counts",
-        "tiers/nvme_records.py",
-        '        order = np.argsort(live["sequence"], kind="stable")',
-        '        order = np.argsort(~live["sequence"], kind="stable")',
+        "survivors(np.unique(np.concatenate(units)),",
+        "survivors(np.unique(np.concatenate(units))[:0],",
     ),
     Mutant(
         "a transfer does not keep its slot",

@@ -31,6 +31,7 @@ from kvstore.cache.messages import (
     Hashes,
     Notice,
     NoticeKind,
+    Reserved,
     Tier,
     unpack_hashes,
 )
@@ -167,6 +168,7 @@ class Watched:
         self.corrupt = 0
         self._truth, self._machine, self._process = truth, machine, machine.running
         self._asked: dict[tuple[int, int], Hashes] = {}  # by session and lease
+        self._tenures: set[tuple[int, int]] = set()  # units and generation of every slot given out
         for name in INPUTS:
             setattr(cache, name, self._noted(name, getattr(cache, name)))
         for name, watch in {"acquire": self._acquire, "commit": self._commit, "clear": self._clear, "drain": self._drain}.items():
@@ -192,6 +194,13 @@ class Watched:
             found = (self._digest(index.namespace_at[row]), index.hash_bytes(row))
             self._truth.stored.setdefault(found, self._truth.latest.get(found))
 
+    def _new_tenures(self, reserved: Reserved) -> None:
+        """A slot is given out under a name that it never had before: an operation that comes late means nobody else's slot."""
+        for units, generation in zip(reserved.units.tolist(), reserved.generations.tolist(), strict=True):
+            if generation and (units, generation) in self._tenures:
+                self._machine.wrong(f"unit {units} is given out a second time with generation {generation}")
+            self._tenures.add((units, generation))
+
     # ---- wrappers
 
     def _digest(self, namespace: int) -> bytes:
@@ -203,6 +212,8 @@ class Watched:
             self.changed = True
             if isinstance(answer, Claimed):
                 self._truth.reached["claimed"] += 1
+            if isinstance(answer, Reserved):
+                self._new_tenures(answer)
             if name == "attach" and isinstance(answer, Done) and args[0].resume:
                 self._truth.reached["resumed"] += 1
             if self._machine.story is not None:
