@@ -1,5 +1,6 @@
 """Reads what attention keeps per token out of a Hugging Face config.json, under the names that model families give it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,20 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
         rope_dim=_optional(text, "qk_rope_head_dim"),
         dtype=_dtype(config, text),
     )
+
+
+def position_facts(config: Any) -> str:
+    """Every rope parameter of a loaded Hugging Face config object as canonical JSON; "" for a model without one."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return ""
+    facts = dict(rope)
+    if facts.get("rope_type", "default") != "default":
+        facts["max_position_embeddings"] = config.max_position_embeddings
+    for name in ("head_dim", "partial_rotary_factor"):
+        if getattr(config, name, None) is not None:
+            facts[name] = getattr(config, name)
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
 
 def _kv_heads(text: Mapping[str, Any], query_heads: int) -> int:

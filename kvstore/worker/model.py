@@ -1,6 +1,5 @@
 """Loads a model from a folder, and says under which identity and geometry its keys and values may be shared."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers.utils import logging
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
+from kvstore.model_config import position_facts
 from kvstore.worker import attention, bundled, digests
 
 BLOCK_TOKENS = 16  # tokens: 360 KiB a block for the bundled model; half a block is computed again on an average hit
@@ -91,20 +91,6 @@ def prepare(model: PreTrainedModel, identity: Identity, tokenizer: PreTrainedTok
     cast(Any, model).eval()
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, identity, _eos(model))
-
-
-def position_facts(config: Any) -> str:
-    """Every rope parameter of a model as canonical JSON; "" for a model without one."""
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
-        return ""
-    facts = dict(rope)
-    if facts.get("rope_type", "default") != "default":
-        facts["max_position_embeddings"] = config.max_position_embeddings
-    for name in ("head_dim", "partial_rotary_factor"):
-        if getattr(config, name, None) is not None:
-            facts[name] = getattr(config, name)
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
 
 
 def _eos(model: PreTrainedModel) -> frozenset[int]:

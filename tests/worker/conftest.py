@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore.hashing import Identity
+from kvstore.model_config import position_facts
 from kvstore.worker.engine import Engine
-from kvstore.worker.model import LoadedModel, load_model, position_facts, prepare
+from kvstore.worker.model import LoadedModel, load_model, prepare
 from tests.worker.stores import Watched, small_store
 
 

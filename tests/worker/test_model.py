@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.hashing import Identity, fingerprint
+from kvstore.model_config import position_facts
 from kvstore.worker import bundled, digests
 from kvstore.worker.engine import Engine, Request
-from kvstore.worker.model import LoadedModel, load_model, position_facts, prepare
+from kvstore.worker.model import LoadedModel, load_model, prepare
 from kvstore.worker.plain import generate_plain
 from tests.worker.stores import prompt, small_store
 
