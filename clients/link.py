@@ -102,18 +102,28 @@ class Link:
 
     def take(self, op: pb.Op, timeout_s: float) -> Granting:
         """Queue an Acquire and wait until its lease is settled, or the time is up: then with what was granted by then."""
-        lease = op.acquire.lease
+        future = self.begin(op)
+        with contextlib.suppress(FutureTimeout):
+            future.result(timeout_s)
+        return self.granted(op.acquire.lease)
+
+    def begin(self, op: pb.Op) -> Future[Granting]:
+        """Queue an Acquire; the future is done once its lease is settled. `granted` ends it, and must follow in any case."""
         future: Future[Granting] = Future()
         with self._wake:
             self._session.submit([op])
-            granting = self._session.granting(lease)
-            self._settling[lease] = future
+            self._settling[op.acquire.lease] = future
             self._wake.notify()
-        with contextlib.suppress(FutureTimeout):
-            granting = future.result(timeout_s)
+        return future
+
+    def granted(self, lease: int) -> Granting:
+        """What a lease that was begun has by now. Later grants under it are of no interest: release what was not settled."""
         with self._wake:
-            self._settling.pop(lease, None)
+            future = self._settling.pop(lease, None)
+            granting = self._session.granting(lease)
             self._session.forget(lease)
+        if future is not None and future.done():
+            return future.result()
         return granting or Granting(0, error=errors.SessionEnded("the session ended; attach again"))
 
     def new_id(self) -> int:

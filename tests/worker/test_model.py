@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from kvstore import digests
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.hashing import Identity, fingerprint
 from kvstore.model_config import position_facts
-from kvstore.worker import bundled, digests
+from kvstore.worker import bundled
 from kvstore.worker.engine import Engine, Request
 from kvstore.worker.model import LoadedModel, load_model, prepare
 from kvstore.worker.plain import generate_plain

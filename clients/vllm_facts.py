@@ -1,0 +1,154 @@
+"""What decides whether two vLLM engines may share keys and values: the model's identity, and how a worker's blocks are made up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstore.clients.vllm_pages import Pages
+from kvstore.clients.vllm_plan import WorkerFacts
+from kvstore.digests import files_digest
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.geometry import Geometry, shard_heads
+from kvstore.hashing import Identity
+from kvstore.model_config import position_facts
+
+# Facts in a configuration that say where or by what it was written; the model computes the same whatever they are.
+_VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def identity_of(config: Any, revision: str) -> Identity:
+    """The model facts of a VllmConfig; `revision` names the weights where it is given.
+
+    Raises ConfigError where nothing says which weights they are, InvalidArgument for a model whose keys cannot be used again.
+    """
+    model = config.model_config
+    name, weights = _weights(config, revision)
+    facts = {"weights": weights, "config": _config_digest(model.hf_config), "quantization": str(model.quantization)}
+    return Identity(
+        model=name,
+        revision=json.dumps(facts, sort_keys=True, separators=(",", ":")),
+        position=position_facts(model.hf_text_config),
+        dtype=f"{_name(model.dtype)}/kv-{config.cache_config.cache_dtype}",
+    )
+
+
+def _weights(config: Any, revision: str) -> tuple[str, str]:
+    """A name that engines with the same weights share, and what says which they are."""
+    model = config.model_config
+    folder = Path(model.model)
+    if config.load_config.load_format == "dummy":
+        return folder.name, "dummy"
+    if revision:
+        return folder.name, revision
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        if files:
+            return folder.name, files_digest(files)
+    if commit := getattr(model.hf_config, "_commit_hash", None):
+        return str(model.model), str(commit)
+    raise ConfigError(f"model {model.model}: nothing says which weights these are; give kv_connector_extra_config a 'revision'")
+
+
+def _config_digest(hf_config: Any) -> str:
+    facts = {name: value for name, value in hf_config.to_dict().items() if name not in _VOLATILE}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def of_generation(identity: Identity, generation: str) -> Identity:
+    """The identity after a reset of the cache: weights that may have changed are other weights."""
+    return replace(identity, revision=f"{identity.revision}#{generation}") if generation else identity
+
+
+def geometry_of(facts: WorkerFacts) -> Geometry:
+    """The layout of one worker's blocks: the engine's own, opaque to the store."""
+    return Geometry(
+        kind="mha",
+        layers=facts.layers,
+        kv_heads=facts.kv_heads,
+        key_dim=facts.head_items,
+        value_dim=facts.head_items,
+        dtype=facts.dtype,
+        block_tokens=facts.block_tokens,
+        format=facts.format,
+        opaque_block_bytes=facts.block_bytes,
+    )
+
+
+def facts_of(config: Any, groups: int, tensors: dict[str, torch.Tensor], ranks: tuple[int, int]) -> tuple[WorkerFacts, Pages | None]:
+    """What one worker holds; where it cannot take part, its `refusal` says why and there are no pages.
+
+    groups  KV cache groups;  ranks  this worker's (pipeline, tensor) ranks
+    """
+    try:
+        _check_supported(config, groups)
+        pages = Pages(tensors)
+        facts = _facts(config, next(iter(tensors.values())), pages, ranks)
+        geometry_of(facts)
+    except KVStoreError as error:
+        return WorkerFacts(refusal=str(error)), None
+    return facts, pages
+
+
+def _check_supported(config: Any, groups: int) -> None:
+    parallel = config.parallel_config
+    speculative = config.speculative_config
+    for wrong, text in (
+        (groups != 1, f"the model has {groups} KV cache groups; start vLLM with --disable-hybrid-kv-cache-manager"),
+        (parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1, "context parallelism is not shared yet"),
+        (speculative is not None and speculative.use_eagle(), "drafts that read the model's own states (eagle, mtp) are not shared yet"),
+        (getattr(config.cache_config, "calculate_kv_scales", False), "KV scales measured at run time are not shared; give fixed ones"),
+    ):
+        if wrong:
+            raise ConfigError(text)
+
+
+def _facts(config: Any, tensor: torch.Tensor, pages: Pages, ranks: tuple[int, int]) -> WorkerFacts:
+    import vllm
+
+    heads, items = (int(tensor.shape[1]), int(tensor.shape[3])) if tensor.dim() == 4 else (1, int(tensor.shape[-1]))
+    backends = "+".join(sorted(_backends(config)))
+    return WorkerFacts(
+        format=f"vllm-{vllm.__version__}/{backends}/{_instruction_set(config, items)}/{pages.layout}",
+        block_bytes=pages.block_bytes,
+        block_tokens=config.cache_config.block_size,
+        layers=pages.layers,
+        kv_heads=heads,
+        head_items=items,
+        dtype=_name(tensor.dtype),
+        shard=_shard(config, ranks),
+    )
+
+
+def _shard(config: Any, ranks: tuple[int, int]) -> str:
+    """"" where there is one; ranks that hold the same heads, or the same latents, have one shard."""
+    parallel, model = config.parallel_config, config.model_config
+    stages = parallel.pipeline_parallel_size
+    pipeline = f"pp{ranks[0]}/{stages}" if stages > 1 else ""
+    if model.use_mla or parallel.tensor_parallel_size == 1:
+        return pipeline
+    share = shard_heads(model.get_total_num_kv_heads(), parallel.tensor_parallel_size, ranks[1])
+    return ",".join(part for part in (f"tp{share.index}/{share.count}", pipeline) if part)
+
+
+def _backends(config: Any) -> Iterable[str]:
+    layers = config.compilation_config.static_forward_context.values()
+    return {str(layer.get_attn_backend().get_name()) for layer in layers if hasattr(layer, "get_attn_backend")}
+
+
+def _instruction_set(config: Any, items: int) -> str:
+    """Which instruction set the CPU backend packs keys for: two kinds of processor do not read each other's."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    cache = config.cache_config
+    return str(_get_attn_isa(config.model_config.dtype, cache.block_size, items // 2, cache.cache_dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,192 @@
+"""What the scheduler's half of the vLLM connector asks of the store, and promises to the scheduler for each request.
+
+Called by the scheduler's thread alone. Nothing here waits: leases are submitted and polled, adapters are hashed by another thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvstore import hashing
+from kvstore.clients import requests
+from kvstore.clients.prefixes import Prefixes
+from kvstore.clients.requests import KEEP_ALL
+from kvstore.clients.vllm_adapters import Adapters
+from kvstore.clients.vllm_facts import geometry_of, of_generation
+from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, WorkerFacts
+from kvstore.clients.vllm_requests import Tracked
+from kvstore.clients.vllm_settings import Settings
+from kvstore.hashing import HASH_BYTES, Identity
+from kvstore.proto import kvstore_pb2 as pb
+
+MAX_LEASES = 256  # leases: requests that were looked at and do not run yet; more would hold memory that running ones need
+NOTHING = (0, False)
+LATER = (None, False)
+
+log = logging.getLogger("kvstore.vllm")
+
+
+class Lookups:
+    """See the module's text. `tracked` has every request that the store was asked for, by vLLM's id, until it ends."""
+
+    def __init__(self, place: str, identity: Identity, settings: Settings) -> None:
+        self._place, self._identity, self._settings = place, identity, settings
+        self._facts: list[WorkerFacts] = []
+        self._prefixes: Prefixes | None = None  # made with the first request: grpc does not survive a fork
+        self._adapters = Adapters()
+        self.tracked: dict[str, Tracked] = {}
+        self.loads: list[LoadJob] = []  # promised since they were last taken away
+        self.restarted: set[str] = set()  # requests that were preempted and begin again, since it was last emptied
+        self.put_off = False  # a request was put off since this was last reset
+        self.generation = ""
+
+    def introduce(self, facts: Iterable[WorkerFacts]) -> None:
+        """What the workers' tensors are, in the order of their ranks. Before it is known nothing is found."""
+        self._facts = list(facts)
+        if refusal := next((each.refusal for each in self._facts if each.refusal), ""):
+            log.warning("the store is not used: %s", refusal)
+            self._facts = []
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens past `computed_tokens` the store will load, asynchronously; LATER: not known yet, ask again."""
+        prefixes = self._open()
+        if prefixes is None or not _named_by_tokens(request):
+            return NOTHING
+        tracked = self._track(request)
+        if tracked is None:
+            return self._later()
+        if request.num_preemptions != tracked.preemptions:
+            tracked.start_over(self.generation, self._root(request, tracked.adapter))
+            self.restarted.add(request.request_id)
+        block_tokens = tracked.block_tokens
+        if getattr(request, "skip_reading_prefix_cache", False) or tracked.no_loads or computed_tokens % block_tokens:
+            tracked.drop_lease()
+            return NOTHING
+        have = computed_tokens // block_tokens
+        found = self._found(prefixes, tracked, have)
+        if found is None:
+            return self._later()
+        if found < max(self._settings.min_blocks, 1):
+            tracked.drop_lease()
+            tracked.no_loads = True  # asked and answered, for this run of the request
+            return NOTHING
+        tracked.promised_from = have
+        return found * block_tokens, True
+
+    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """The scheduler has given the request blocks, and takes the promise of so many tokens; none: it only tells."""
+        tracked = self.tracked.get(request.request_id)
+        if tracked is None or tracked.lease is None or external_tokens == 0:
+            return
+        begin, count = tracked.promised_from, external_tokens // tracked.block_tokens
+        skip = begin - tracked.first_block
+        units = tuple(member[skip : skip + count] for member in tracked.lease.units)
+        arena = tracked.lease.arena
+        place = ArenaPlace(arena.path, arena.inode[2] - len(arena.readable), len(arena.readable), arena.inode)
+        tracked.loading = tuple(block_ids[begin : begin + count])
+        self.loads.append(LoadJob(request.request_id, place, units, tracked.loading))
+
+    def failed(self, bad_blocks: set[int]) -> None:
+        """These engine blocks were not filled: their requests compute the rest, as what failed once would fail again."""
+        for tracked in self.tracked.values():
+            if bad_blocks.intersection(tracked.loading):
+                tracked.no_loads = True
+
+    def loaded(self, request_id: str) -> None:
+        """A load has ended in every worker: its lease goes back."""
+        tracked = self.tracked.get(request_id)
+        if tracked is None:
+            return
+        if not tracked.no_loads and tracked.promised_from == 0:
+            tracked.stored_blocks = max(tracked.stored_blocks, len(tracked.loading))
+        tracked.loading = ()
+        tracked.drop_lease()
+        if tracked.ended:
+            del self.tracked[request_id]
+
+    def new_generation(self, generation: str) -> None:
+        """The weights may have changed: other namespaces from now on, and what runs now stores no more."""
+        self.generation = generation
+        for tracked in self.tracked.values():
+            tracked.storing = False
+            if not tracked.loading:
+                tracked.drop_lease()
+                tracked.no_loads = True
+        if self._prefixes is not None:
+            self._prefixes.reopen(self._members())
+
+    def close(self) -> None:
+        """Give everything back."""
+        for tracked in self.tracked.values():
+            tracked.drop_lease()
+        self.tracked.clear()
+        if self._prefixes is not None:
+            self._prefixes.close()
+
+    # ----
+
+    def _found(self, prefixes: Prefixes, tracked: Tracked, have: int) -> int | None:
+        """Blocks past the engine's own `have` that are leased; None while it is not decided."""
+        wanted = tracked.usable_blocks()
+        if wanted <= have:
+            return 0
+        if tracked.lease is not None and tracked.first_block > have:
+            tracked.drop_lease()  # blocks that the engine had are gone meanwhile: ask from there on
+        if tracked.lease is None:
+            left_s = tracked.left_s(self._settings.acquire_timeout_s)
+            if left_s <= 0:
+                return 0
+            if sum(each.lease is not None for each in self.tracked.values()) >= MAX_LEASES:
+                return None
+            tracked.lease = prefixes.begin(tracked.hashes_of(wanted)[have * HASH_BYTES :], left_s)
+            tracked.first_block = have
+            if tracked.lease is None:
+                return None if prefixes.connecting else 0
+        if not tracked.lease.poll():
+            return None
+        return min(tracked.first_block + tracked.lease.blocks, wanted) - have
+
+    def _track(self, request: Any) -> Tracked | None:
+        """The request's record, made where it is new; None while its adapter is being hashed."""
+        tracked = self.tracked.get(request.request_id)
+        if tracked is None:
+            adapter = self._adapters.digest(request.lora_request, self._settings.acquire_timeout_s)
+            if adapter is None:
+                return None
+            digest = adapter.digest if adapter.known else None
+            tracked = Tracked(request, self._root(request, digest), self.generation, digest, self._facts[0].block_tokens)
+            tracked.preemptions = request.num_preemptions
+            tracked.storing, tracked.no_loads = adapter.known, not adapter.known
+            self.tracked[request.request_id] = tracked
+        return tracked
+
+    def _root(self, request: Any, adapter: str | None) -> bytes:
+        identity = of_generation(self._identity, self.generation)
+        return hashing.fingerprint(replace(identity, adapter=adapter or "", salt=request.cache_salt or ""))
+
+    def _later(self) -> tuple[int | None, bool]:
+        self.put_off = True
+        return LATER
+
+    def _open(self) -> Prefixes | None:
+        if self._prefixes is None and self._facts:
+            self._prefixes = Prefixes(self._place, self._members(), "vllm")
+        return self._prefixes
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The members of the group, each shard once."""
+        return tuple(dict.fromkeys(each.shard for each in self._facts))
+
+    def _members(self) -> list[pb.OpenNamespaceRequest]:
+        distinct = {each.shard: each for each in self._facts}
+        identity = of_generation(self._identity, self.generation)
+        return [requests.open_namespace(identity, geometry_of(each), each.shard, "", KEEP_ALL) for each in distinct.values()]
+
+
+def _named_by_tokens(request: Any) -> bool:
+    """Whether token ids, adapter, salt and multimodal content say all that the request's keys and values depend on."""
+    return request.prompt_token_ids is not None and getattr(request, "prompt_embeds", None) is None

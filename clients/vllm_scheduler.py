@@ -1,0 +1,102 @@
+"""The scheduler's half of the vLLM connector: each step's plan for the workers, and what their reports change.
+
+Called by the scheduler's thread alone; nothing here waits. Blocks are stored from what earlier steps computed: a step's own tokens count
+once its result is known, so that drafts which are rejected, and what is computed after a load that failed, never are.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvstore.clients.vllm_lookups import Lookups
+from kvstore.clients.vllm_plan import SaveJob, StepPlan, WorkerFacts
+from kvstore.clients.vllm_requests import Tracked
+from kvstore.clients.vllm_settings import Settings
+from kvstore.hashing import HASH_BYTES, Identity
+
+BlockIds = Callable[[str], Sequence[int]]  # where a request's blocks lie in the engine, by its id
+
+
+class SchedulerHalf:
+    """See the module's text."""
+
+    def __init__(self, place: str, identity: Identity, settings: Settings) -> None:
+        self.lookups = Lookups(place, identity, settings)
+        self._tracked = self.lookups.tracked
+        self._saves: list[SaveJob] = []  # of requests that have ended, for the next plan
+        self._finished: set[str] = set()  # requests that have ended, for the next plan
+        self._kept: set[str] = set()  # requests that have ended and whose blocks are kept until the workers report them
+        self._step = 0  # the last step that was planned
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Blocks of requests that have ended will be free soon."""
+        return bool(self._kept)
+
+    def introduce(self, facts: Iterable[WorkerFacts]) -> None:
+        """What the workers' tensors are, in the order of their ranks."""
+        self.lookups.introduce(facts)
+
+    def plan(self, output: Any, block_ids: BlockIds) -> StepPlan:
+        """The plan of the step that vLLM's SchedulerOutput describes."""
+        self._step += 1
+        lookups = self.lookups
+        plan = StepPlan(self._step, lookups.shards, lookups.loads, self._saves, lookups.restarted, self._finished)
+        for tracked in self._tracked.values():
+            if tracked.request.num_preemptions != tracked.preemptions:
+                plan.stop.add(tracked.request.request_id)
+            elif not tracked.loading:
+                plan.saves.extend(_saves_of(tracked, block_ids))
+        loading = any(tracked.loading for tracked in self._tracked.values())
+        plan.idle = output.total_num_scheduled_tokens == 0 and (lookups.put_off or loading or self.keeps_blocks)
+        lookups.loads, self._saves, lookups.restarted, self._finished, lookups.put_off = [], [], set(), set(), False
+        return plan
+
+    def report(self, output: Any) -> None:
+        """What vLLM's KVConnectorOutput says of a step that was run."""
+        if output.invalid_block_ids:
+            self.lookups.failed(set(output.invalid_block_ids))
+        for request_id in output.finished_recving or ():
+            self.lookups.loaded(request_id)
+        self._kept -= set(output.finished_sending or ())
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """A request has ended. Whether its blocks must be kept until the workers report it."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return False
+        if tracked.loading:
+            tracked.ended = True  # the scheduler keeps its blocks until the load is reported
+            return False
+        del self._tracked[request.request_id]
+        tracked.drop_lease()
+        if request.num_preemptions != tracked.preemptions:
+            return False  # it has no blocks
+        self._saves.extend(_saves_of(tracked, lambda _: block_ids))
+        if tracked.stored_blocks == 0:
+            return False
+        self._finished.add(request.request_id)
+        self._kept.add(request.request_id)
+        return True
+
+    def reset(self) -> None:
+        """The weights may have changed: nothing that was stored before is found, and nothing that runs now is stored."""
+        self.lookups.new_generation(uuid.uuid4().hex)
+        self._saves.clear()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.lookups.close()
+
+
+def _saves_of(tracked: Tracked, block_ids: BlockIds) -> list[SaveJob]:
+    """The job for full blocks that are computed and whose save was not sent yet; their count is noted."""
+    begin, end = tracked.stored_blocks, tracked.computed_blocks()
+    if end <= begin or not tracked.storing or tracked.request.num_computed_tokens == 0:
+        return []
+    request_id = tracked.request.request_id
+    tracked.stored_blocks = end
+    hashes = tracked.hashes_of(end)[begin * HASH_BYTES :]
+    return [SaveJob(request_id, tracked.generation, hashes, tracked.parent_of(begin), tuple(block_ids(request_id)[begin:end]))]

@@ -1,0 +1,230 @@
+"""A worker's half of the vLLM connector: carries out each step's plan, on two threads of its own, and reports what was done.
+
+Loads never wait behind saves. A save holds its source blocks only while it copies; until then it can be called off, so that blocks are
+given back in time whatever the daemon does. Called by the worker's main thread; only `stop` waits, for the copy of one block.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from enum import Enum
+
+from kvstore import errors
+from kvstore.clients.arena import Arena
+from kvstore.clients.client import KVClient
+from kvstore.clients.handles import Namespace
+from kvstore.clients.vllm_facts import geometry_of, of_generation
+from kvstore.clients.vllm_pages import Pages
+from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
+from kvstore.clients.vllm_settings import Settings
+from kvstore.hashing import Identity
+
+IDLE_WAIT_S = 0.002  # seconds that a step without work waits for a load: the engine would only spin, and keep threads from running
+AWAY_S = 1.0  # seconds in which nothing is saved after the daemon could not be reached
+
+log = logging.getLogger("kvstore.vllm")
+
+
+class _Stage(Enum):
+    WAITING = 0
+    COPYING = 1
+    DONE = 2
+
+
+class _Save:
+    """One SaveJob on its way; `stage` and `called_off` are guarded by the half's condition."""
+
+    def __init__(self, job: SaveJob, give_up_at: float) -> None:
+        self.job, self.give_up_at = job, give_up_at
+        self.stage = _Stage.WAITING
+        self.called_off = False
+
+
+class WorkerHalf:
+    """See the module's text."""
+
+    def __init__(self, place: str, identity: Identity, settings: Settings, facts: WorkerFacts, pages: Pages) -> None:
+        self._place, self._identity, self._settings, self._facts, self._pages = place, identity, settings, facts, pages
+        self._changed = threading.Condition()  # guards all that the threads share
+        self._saves: dict[str, list[_Save]] = {}  # by request: those that still need their source
+        self._finishing: set[str] = set()  # requests whose blocks the scheduler keeps for their saves
+        self._loaded: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._idle = False
+        self._load_queue: queue.SimpleQueue[tuple[LoadJob, int] | None] = queue.SimpleQueue()
+        self._save_queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []  # started with the first plan: they do not survive a fork
+        self._arena: Arena | None = None
+        self._namespaces: dict[str, Namespace] = {}
+        self._away_until = 0.0
+        self.last_step = 0
+
+    # ---- the worker's main thread
+
+    def stop(self, plan: StepPlan) -> None:
+        """Before the step: blocks of the plan's `stop` may be given to others in it. Their saves are called off, or end now."""
+        with self._changed:
+            for request in plan.stop:
+                for save in self._saves.pop(request, []):
+                    save.called_off = True
+                    self._changed.wait_for(lambda save=save: save.stage is not _Stage.COPYING)  # type: ignore[misc]
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin what the plan asks for. A plan that was begun is not begun again."""
+        if plan.number == self.last_step:
+            return
+        self.last_step = plan.number
+        self._idle = plan.idle
+        self._run_threads()
+        give_up_at = time.monotonic() + self._settings.save_timeout_s
+        saves = [_Save(job, give_up_at) for job in plan.saves]
+        with self._changed:
+            self._finishing |= plan.finished
+            for save in saves:
+                self._saves.setdefault(save.job.request, []).append(save)
+        for save in saves:
+            self._save_queue.put(save)
+        for job in plan.loads:
+            self._load_queue.put((job, plan.shards.index(self._facts.shard)))
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose saves, and whose loads, have ended since it was last asked; each once."""
+        with self._changed:
+            if self._idle and not self._loaded:
+                self._changed.wait(IDLE_WAIT_S)
+            saved = {request for request in self._finishing if self._is_saved(request)}
+            self._finishing -= saved
+            loaded, self._loaded = self._loaded, set()
+        return saved, loaded
+
+    def bad_blocks(self) -> set[int]:
+        """Engine blocks that were to be loaded and were not, since it was last asked."""
+        with self._changed:
+            bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def close(self) -> None:
+        """End the threads; what is being saved is finished, what waits is dropped."""
+        with self._changed:
+            for saves in self._saves.values():
+                for save in saves:
+                    save.called_off = True
+        self._load_queue.put(None)
+        self._save_queue.put(None)
+        for thread in self._threads:
+            thread.join(self._settings.save_timeout_s)
+
+    def _is_saved(self, request: str) -> bool:
+        """Whether nothing reads the request's blocks any more; saves whose time is up are called off. Under the condition."""
+        waiting = self._saves.get(request, [])
+        for save in waiting:
+            if time.monotonic() >= save.give_up_at:
+                save.called_off = True
+        left = [save for save in waiting if save.stage is _Stage.COPYING or not save.called_off]
+        if left:
+            return False
+        self._saves.pop(request, None)
+        return True
+
+    # ---- the loading thread
+
+    def _run_threads(self) -> None:
+        if not self._threads:
+            for target, name in ((self._load_all, "kvstore-load"), (self._save_all, "kvstore-save")):
+                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+                self._threads[-1].start()
+
+    def _load_all(self) -> None:
+        while (work := self._load_queue.get()) is not None:
+            job, member = work
+            bad = self.load(job, job.units[member])
+            with self._changed:
+                self._bad_blocks.update(bad)
+                self._loaded.add(job.request)
+                self._changed.notify_all()
+
+    def load(self, job: LoadJob, units: tuple[int, ...]) -> set[int]:
+        """Copy each slot into its engine block. Returns the engine blocks that could not be filled."""
+        try:
+            arena = self._map(job.arena)
+            for unit, block in zip(units, job.block_ids, strict=True):
+                self._pages.scatter(block, arena.view(unit, self._pages.block_bytes))
+        except Exception as error:  # noqa: BLE001 — a thread's edge: whatever fails here, the request must go on and compute
+            log.warning("a load of %d blocks failed, they are computed: %s", len(units), error)
+            return set(job.block_ids)
+        return set()
+
+    def _map(self, place: ArenaPlace) -> Arena:
+        if self._arena is None or self._arena.inode != place.inode:
+            self._arena = Arena(place.path, place.header_bytes, place.arena_bytes)
+        if self._arena.inode != place.inode:
+            raise errors.Unavailable(f"arena {place.path} is another daemon's by now; the blocks are gone with the one before")
+        return self._arena
+
+    # ---- the saving thread
+
+    def _save_all(self) -> None:
+        client: KVClient | None = None
+        try:
+            while (save := self._save_queue.get()) is not None:
+                if client is None:
+                    client = KVClient(self._place, name="vllm")
+                try:
+                    if time.monotonic() >= self._away_until:
+                        self.save(client, save)
+                except errors.Unavailable as error:
+                    self._away_until = time.monotonic() + AWAY_S
+                    log.warning("blocks are not stored for now: %s", error)
+                except Exception as error:  # noqa: BLE001 — a thread's edge: a block that is not stored is a later miss, no more
+                    log.warning("a save failed: %s", error)
+                finally:
+                    self._at(save, _Stage.DONE)
+        finally:
+            if client is not None:
+                client.close()
+
+    def save(self, client: KVClient, save: _Save) -> None:
+        """Store the job's blocks that the store does not have yet, unless it is called off first."""
+        job = save.job
+        if self._is_called_off(save) or time.monotonic() >= save.give_up_at:
+            return
+        namespace = self._namespace(client, job.generation)
+        with client.put(namespace, job.hashes, job.parent) as put:
+            if not self._at(save, _Stage.COPYING):
+                return
+            try:
+                for block in put.blocks:
+                    if self._is_called_off(save):
+                        break
+                    self._pages.gather(job.block_ids[block.index], block.view)
+                    block.done()
+            finally:
+                self._at(save, _Stage.DONE)
+
+    def _at(self, save: _Save, stage: _Stage) -> bool:
+        """Move a save on; False where it was called off before it began to copy."""
+        with self._changed:
+            if stage is _Stage.COPYING and save.called_off:
+                return False
+            save.stage = stage
+            if stage is _Stage.DONE:
+                mine = self._saves.get(save.job.request, [])
+                if save in mine:
+                    mine.remove(save)
+                if not mine:
+                    self._saves.pop(save.job.request, None)
+            self._changed.notify_all()
+        return True
+
+    def _is_called_off(self, save: _Save) -> bool:
+        with self._changed:
+            return save.called_off
+
+    def _namespace(self, client: KVClient, generation: str) -> Namespace:
+        if generation not in self._namespaces:
+            identity = of_generation(self._identity, generation)
+            self._namespaces[generation] = client.open_namespace(identity, geometry_of(self._facts), self._facts.shard)
+        return self._namespaces[generation]

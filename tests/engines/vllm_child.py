@@ -1,0 +1,143 @@
+"""The child process of engine.py: a real vLLM, in this one process, that does what it is told over its standard input.
+
+One JSON object a line in, one a line out: {"do": <name of a function below>, ...its arguments}. Runs in vLLM's own venv.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+Answer = Any
+
+
+class Child:
+    """`config` is what LLM() gets."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**config)
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, lora: dict[str, str] | None = None
+    ) -> Answer:
+        """Greedy answers: ids, how many tokens were cached, seconds to the first token."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        inputs = [{"prompt_token_ids": ids} | ({"cache_salt": salts[at]} if salts else {}) for at, ids in enumerate(prompts)]
+        adapter = LoRARequest(lora["name"], int(lora["id"]), lora["path"]) if lora else None
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        outs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
+        return [
+            {
+                "ids": list(out.outputs[0].token_ids),
+                "cached": out.num_cached_tokens,
+                "ttft_s": out.metrics.first_token_latency,
+                "reason": out.outputs[0].finish_reason,
+            }
+            for out in outs
+        ]
+
+    def settle(self) -> Answer:
+        """Run steps until the engine has nothing left to do: saves of requests that have ended, too. How long that took."""
+        began_at = time.monotonic()
+        while self.scheduler.has_requests() and time.monotonic() - began_at < 60:
+            self.core.step_fn()
+        return time.monotonic() - began_at
+
+    def reset(self, connector: bool = False) -> Answer:
+        """Forget the engine's own prefix cache, and on demand tell the connector that weights may have changed."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def usage(self) -> Answer:
+        """What the engine and the connector hold."""
+        connector = self.scheduler.connector
+        return {
+            "blocks": self.scheduler.kv_cache_manager.usage,
+            "requests": len(self.scheduler.requests),
+            "tracked": len(connector._scheduler._tracked) if connector else 0,
+        }
+
+    def stored(self, prompt: list[int], salt: str = "") -> Answer:
+        """The SHA-256 of each block of a prompt that the store has, in chain order."""
+        from dataclasses import replace
+
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from kvstore.clients.client import KVClient
+        from kvstore.clients.vllm_facts import geometry_of
+
+        worker = get_kv_transfer_group()
+        with KVClient(worker._settings.address) as client:
+            namespace = client.open_namespace(worker._identity, geometry_of(worker._facts), worker._facts.shard)
+            identity = replace(worker._identity, salt=salt)
+            with client.get(namespace, tokens=[*prompt, 0], identity=identity) as lease:
+                return [hashlib.sha256(view.tobytes()).hexdigest() for view in lease.views]
+
+    def facts(self) -> Answer:
+        """How the worker's blocks are made up."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return vars(get_kv_transfer_group()._facts)
+
+    def fail(self, blocks: list[int]) -> Answer:
+        """From now on the loads of these blocks of every load fail (see faulty.py)."""
+        from tests.engines import faulty
+
+        faulty.fail_at[:] = blocks
+        return None
+
+    def storm(self, requests: int, seed: int, tokens: int) -> Answer:
+        """So many requests, each aborted at a random moment or left to end; ids of those that ended."""
+        from vllm import SamplingParams
+
+        chance = random.Random(seed)
+        engine = self.llm.llm_engine
+        ended: dict[str, list[int]] = {}
+        aborting: dict[str, int] = {}
+        left = requests
+        step = 0
+        while left or engine.has_unfinished_requests():
+            while left and engine.get_num_unfinished_requests() < 6:
+                left -= 1
+                length = chance.randrange(1, 4) * 128 + chance.randrange(1, 100)
+                prompt = [(at * 31 + chance.randrange(4)) % 4000 + 10 for at in range(length)]
+                params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+                engine.add_request(f"storm-{left}", {"prompt_token_ids": prompt}, params)
+                if chance.random() < 0.7:
+                    aborting[f"storm-{left}"] = step + chance.randrange(8)
+            due = [request for request, at in aborting.items() if at <= step]
+            for request in due:
+                del aborting[request]
+            engine.abort_request(due)
+            for out in engine.step():
+                if out.finished and out.outputs[0].finish_reason != "abort":
+                    ended[out.request_id] = list(out.outputs[0].token_ids)
+            step += 1
+        return ended
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints goes to the log
+    child = Child(json.loads(sys.stdin.readline()))
+    answers.write(json.dumps("ready") + "\n")
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = {"answer": getattr(child, order.pop("do"))(**order)}
+        except Exception as error:  # noqa: BLE001 — the parent raises it
+            answer = {"error": repr(error)}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()
