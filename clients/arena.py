@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from kvstore.geometry import Geometry
 
 UNIT_BYTES = 4096  # slots start and end on 4 KiB
+STRETCH_BYTES = 2 << 20  # bytes whose pages are entered together: what one page of the kernel's tables covers
 LOCK_PAUSES_S = (0.0005, 0.001, 0.002, 0.004, 0.008)  # seconds between tries: the daemon's probe holds the lock for microseconds
 _MADV_POPULATE_READ = 22  # advice number, from Linux's uapi/asm-generic/mman-common.h
-_MADV_POPULATE_WRITE = 23  # advice number, likewise
 Bytes = NDArray[np.uint8]
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +53,7 @@ class Arena:
             self.inode = (status.st_dev, status.st_ino, total_bytes)
             self._readable = _mapped(descriptor, total_bytes, mmap.PROT_READ, path)[header_bytes:]
             self._writable = _mapped(descriptor, total_bytes, mmap.PROT_READ | mmap.PROT_WRITE, path)[header_bytes:]
+            self._warmed = [bytearray(arena_bytes // STRETCH_BYTES + 1) for _ in range(2)]  # read-only, writable; by stretch; 1: entered
         finally:
             os.close(descriptor)
 
@@ -72,9 +73,31 @@ class Arena:
 
     def writable_view(self, units: int, size_bytes: int) -> Bytes:
         """The first bytes of a reserved slot, to be filled."""
-        view = _part(self._writable, units, size_bytes)
-        populate(view, write=True)
-        return view
+        return _part(self._writable, units, size_bytes)
+
+    def addresses(self, units: NDArray[np.uint32], size_bytes: int, *, write: bool) -> list[int]:
+        """Where the slots begin in this process's memory. Raises FormatError where one is past the arena."""
+        memory = self._writable if write else self._readable
+        starts = units.astype(np.int64) * UNIT_BYTES
+        if len(starts) and int(starts.max()) + size_bytes > len(memory):
+            raise FormatError(f"a slot at {int(starts.max())} with {size_bytes} bytes is past the arena's {len(memory)}; attach again")
+        found: list[int] = (starts + memory.ctypes.data).tolist()
+        return found
+
+    def warm(self, units: int, start: int, stop: int, *, write: bool) -> None:
+        """Have the kernel enter these bytes of a slot into this process's tables at once: a fault a page costs several times as much.
+
+        Only for slots that were granted, whose memory the daemon has taken already. Does a stretch once. Where the kernel cannot
+        (before 5.14), the faults come. Any thread may call.
+        """
+        known = self._warmed[write]
+        first, last = ((units * UNIT_BYTES + start) // STRETCH_BYTES, (units * UNIT_BYTES + stop - 1) // STRETCH_BYTES)
+        if 0 not in known[first : last + 1]:
+            return
+        memory = (self._writable if write else self._readable)[first * STRETCH_BYTES : (last + 1) * STRETCH_BYTES]
+        # Reading enters several pages a fault, and of shared memory they are writable then too.
+        _libc.madvise(memory.ctypes.data, len(memory), _MADV_POPULATE_READ)
+        known[first : last + 1] = bytes([1]) * (last + 1 - first)
 
 
 class SessionLock:
@@ -149,14 +172,6 @@ def _mapped(descriptor: int, size_bytes: int, protection: int, path: str) -> Byt
         raise Unavailable(f"arena {path}: cannot map {size_bytes} bytes ({error}); raise the limit on address space (ulimit -v)") from error
     memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, np.uint8)
-
-
-def populate(view: Bytes, *, write: bool) -> None:
-    """Have the kernel enter a slot's pages into this process's tables at once: a fault a page costs several times as much.
-
-    Only for slots that were granted, whose memory the daemon has taken already. Where the kernel cannot (before 5.14), the faults come.
-    """
-    _libc.madvise(view.ctypes.data, len(view), _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ)
 
 
 def _part(memory: Bytes, units: int, size_bytes: int) -> Bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from kvstore.clients.handles import TIER_NAMES, LookupResult, Namespace
+from kvstore.clients.handles import LookupResult, Namespace
 from kvstore.clients.steps import Call, Command, Steps, of_namespace, persistent
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -14,14 +14,13 @@ CLEAR_TIMEOUT_S = 60.0  # Clear waits until the disk has forgotten too
 def lookup(namespace: Namespace, hashes: bytes) -> Steps[LookupResult]:
     """How many leading blocks are here. Of a prompt shorter than a block none can be, and nothing is asked."""
     if not hashes:
-        return LookupResult(0, ())
+        return LookupResult(0, b"")
 
     def make(namespace_id: int, epoch: str) -> Command:
         return Call("Lookup", pb.LookupRequest(namespace_id=namespace_id, hashes=hashes, epoch=epoch))
 
     reply: pb.LookupReply = yield from of_namespace(namespace, make)
-    tiers = reply.tiers[0] if reply.tiers else b""
-    return LookupResult(reply.blocks, tuple(TIER_NAMES.get(tier, str(tier)) for tier in tiers[: reply.blocks]))
+    return LookupResult(reply.blocks, reply.tiers[0][: reply.blocks] if reply.tiers else b"")
 
 
 def pin(namespace: Namespace, hashes: bytes, method: str) -> Steps[int]:

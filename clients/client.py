@@ -20,8 +20,10 @@ from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import BlockStore
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
-from kvstore.clients.handles import Attached, Lease, LookupResult, Namespace, Put, Watched
+from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
+from kvstore.clients.lease import Lease
 from kvstore.clients.link import Link, Unmapped
+from kvstore.clients.put import Put
 from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry

@@ -1,4 +1,4 @@
-"""What a client hands out: namespaces, what a lookup found, leases to read, and reservations to fill.
+"""What a client hands out: namespaces, what a lookup found, what a watch tells; and the session that leases and slots hang on.
 
 Owned by the caller's thread or task; only `Attached` is shared, under its own lock.
 """
@@ -6,17 +6,13 @@ Owned by the caller's thread or task; only `Attached` is shared, under its own l
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 from kvstore import errors
-from kvstore.clients.arena import Arena, Bytes, SessionLock, populate
+from kvstore.clients.arena import Arena, SessionLock
 from kvstore.clients.session import Session
 from kvstore.geometry import Geometry
-from kvstore.hashing import HASH_BYTES, Identity, fingerprint
+from kvstore.hashing import Identity, fingerprint
 from kvstore.proto import kvstore_pb2 as pb
 
 TIER_NAMES = {0: "hbm", 1: "dram", 2: "nvme", 3: "remote", 255: ""}  # as on the wire; 255: this member does not need the block
@@ -65,10 +61,15 @@ class Watched:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`blocks` leading blocks are here; `tiers` names the fastest tier of each."""
+    """`blocks` leading blocks are here; `codes` has one byte each, the fastest tier that has it."""
 
     blocks: int
-    tiers: tuple[str, ...]
+    codes: bytes
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The name of each block's fastest tier; "" where the namespace does not need the block."""
+        return tuple(TIER_NAMES.get(code, str(code)) for code in self.codes)
 
 
 class Attached:
@@ -115,129 +116,3 @@ class Attached:
     def _release_if_done(self) -> None:
         if self.error is not None and self._holds <= 0:
             self._lock.release()
-
-
-class Lease:
-    """The right to read the leading blocks of a sequence. Made by `get`; ends with its `with` block."""
-
-    def __init__(self, views: Sequence[Bytes], attached: Attached | None = None, lease: int = 0) -> None:
-        self._views = tuple(views)
-        self._closed = False
-        self.attached = attached  # None: the bytes came over gRPC and are the caller's own copies
-        self.lease = lease
-
-    @property
-    def blocks(self) -> int:
-        """How many leading blocks are held."""
-        return len(self._views)
-
-    @property
-    def views(self) -> tuple[Bytes, ...]:
-        """One read-only array of bytes a block, in place. Valid inside the `with` block only.
-
-        Of no bytes where the namespace does not keep the block: it lies before the window, or is not the last state.
-        Raises SessionEnded where the lease is over, StaleEpoch where the daemon was restarted.
-        """
-        self.check()
-        return self._views
-
-    def copy_into(self, targets: Sequence[memoryview | bytearray | Bytes]) -> int:
-        """Copy the leading blocks into `targets`, one writable buffer of a block's size each. Returns how many were copied.
-
-        Targets of blocks that the namespace does not keep are left as they are, and count.
-        """
-        views = self.views
-        count = min(len(views), len(targets))
-        for view, target in zip(views, targets, strict=False):
-            if not len(view):
-                continue
-            into = np.frombuffer(target, np.uint8)
-            if len(into) != len(view):
-                raise errors.InvalidArgument(f"a target has {len(into)} bytes, a block {len(view)}; give one of the same size")
-            if not into.flags.writeable:
-                raise errors.InvalidArgument("a target is read-only; give a bytearray, a writable memoryview or array")
-            if self.attached is not None:
-                populate(view, write=False)
-            np.copyto(into, view)
-        self.check()
-        return count
-
-    def check(self) -> None:
-        """Raise SessionEnded or StaleEpoch where the lease is no longer good."""
-        if self._closed:
-            raise errors.SessionEnded("the lease was given back; use its views inside the with block")
-        if self.attached is not None:
-            self.attached.check()
-
-    def close(self) -> bool:
-        """Mark it given back; True the first time."""
-        first, self._closed, self._views = not self._closed, True, ()
-        return first
-
-
-@dataclass
-class PutBlock:
-    """One block to fill: its place in the sequence, its hash, and where its bytes go."""
-
-    index: int
-    hash: bytes
-    view: Bytes
-    filled: bool = False
-
-    def write(self, source: bytes | memoryview | Bytes) -> None:
-        """Copy the whole block from `source` and mark it done."""
-        data = np.frombuffer(source, np.uint8)
-        if len(data) != len(self.view):
-            raise errors.InvalidArgument(f"{len(data)} bytes for a block of {len(self.view)}; give the whole block")
-        np.copyto(self.view, data)
-        self.done()
-
-    def done(self) -> None:
-        """The bytes are complete: commit this block when the `with` block ends."""
-        self.filled = True
-
-
-@dataclass
-class Put:
-    """The blocks of a sequence that are not stored yet, to be filled. Made by `put`; committed when its `with` block ends.
-
-    `blocks` are those to write, in order; blocks that are stored already, or that another session is writing, are not among them.
-    `outcomes`, one name a block of the sequence, are final after the `with` block.
-    """
-
-    hashes: bytes
-    parents: bytes
-    outcomes: NDArray[np.uint8]
-    blocks: list[PutBlock]
-    attached: Attached | None = None  # None: the bytes go over gRPC
-    reservation: int = 0
-    slots: dict[int, tuple[int, int]] = field(default_factory=dict)  # by index: units, generation
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The outcome of each block by its name."""
-        return tuple(OUTCOME_NAMES[outcome] for outcome in self.outcomes)
-
-    @property
-    def stored(self) -> int:
-        """Leading blocks that are in the store now, whoever wrote them."""
-        present = (self.outcomes == STORED) | (self.outcomes == EXISTS)
-        return int(len(present) if present.all() else np.argmin(present))
-
-    def committable(self) -> list[PutBlock]:
-        """The filled blocks before the first unfilled one: what follows a hole could never be found."""
-        ready: list[PutBlock] = []
-        for block in self.blocks:
-            if not block.filled:
-                break
-            ready.append(block)
-        return ready
-
-    def seal(self) -> None:
-        """Nothing may be written any more."""
-        for block in self.blocks:
-            block.view.flags.writeable = False
-
-    def parent_of(self, index: int) -> bytes:
-        """The hash before block `index`."""
-        return self.parents[HASH_BYTES * index : HASH_BYTES * (index + 1)]

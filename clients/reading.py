@@ -6,7 +6,8 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.clients import requests
-from kvstore.clients.handles import Attached, Lease, Namespace
+from kvstore.clients.handles import Attached, Namespace
+from kvstore.clients.lease import Lease, Views
 from kvstore.clients.session import Granting
 from kvstore.clients.steps import (
     GRACE_S,
@@ -48,12 +49,10 @@ def _get_in_place(attached: Attached, namespace: Namespace, hashes: bytes, timeo
         granting: Granting = yield Take(attached, requests.acquire(lease, namespace.id, hashes, timeout_s), timeout_s + GRACE_S)
         if granting.error is not None:
             raise granting.error
-        units = granting.units[0]
+        units, generations = granting.units[0], granting.generations[0]
         if not granting.settled:
             yield Tell(attached, [requests.release(lease, keep_blocks=len(units))])
-        size_bytes = namespace.geometry.block_bytes
-        slots = zip(units, granting.generations[0], strict=True)
-        return Lease([attached.arena.view(unit, size_bytes if generation else 0) for unit, generation in slots], attached, lease)
+        return Lease(Views(attached.arena, units, generations, namespace.geometry.block_bytes), attached, lease)
     except BaseException:
         yield from let_go(attached, [requests.release(lease)])
         raise

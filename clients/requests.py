@@ -75,11 +75,10 @@ def checked_hashes(hashes: bytes) -> bytes:
     return bytes(hashes)
 
 
-def chain_parents(hashes: bytes, parent: bytes) -> bytes:
-    """The parent of each block of one chain: `parent`, then each block but the last."""
+def checked_parent(parent: bytes) -> None:
+    """Raises InvalidArgument where this is no hash."""
     if len(parent) != HASH_BYTES:
         raise InvalidArgument(f"the parent has {len(parent)} bytes; give the {HASH_BYTES} bytes of a hash")
-    return (parent + hashes[:-HASH_BYTES]) if hashes else b""
 
 
 def hello(name: str, guarantee_bytes: int, limit_bytes: int) -> pb.Hello:

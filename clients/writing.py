@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from kvstore import errors
 from kvstore.clients import calls, requests
 from kvstore.clients.answers import Answer, Failed, Slotted
 from kvstore.clients.channel import CALL_TIMEOUT_S
-from kvstore.clients.handles import EXISTS, NONE, SLOT, Attached, Namespace, Put, PutBlock
+from kvstore.clients.handles import EXISTS, NONE, SLOT, Attached, Namespace
+from kvstore.clients.put import Put, PutBlock
 from kvstore.clients.steps import Ask, Attach, Command, Send, Steps, let_go, of_namespace, packed_checksum, persistent, same_epoch
 from kvstore.hashing import HASH_BYTES
 from kvstore.proto import kvstore_pb2 as pb
@@ -21,44 +23,38 @@ PIECE_BYTES = 2**20  # 1 MiB: a quarter of the largest message
 
 def put(namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put]:
     """Slots for the blocks of one chain that are not stored yet. A prompt shorter than a block has none."""
+    requests.checked_parent(parent)
     if not hashes:
-        return Put(b"", b"", np.zeros(0, np.uint8), [])
-    parents = requests.chain_parents(hashes, parent)
+        return Put(b"", parent, np.zeros(0, np.uint8), namespace.geometry.block_bytes)
 
     def attempt() -> Steps[Put]:
         attached: Attached | None = yield Attach()
         if attached is None:
-            return (yield from _put_copies(namespace, hashes, parents))
+            return (yield from _put_copies(namespace, hashes, parent))
         yield from same_epoch(namespace, attached)
-        return (yield from _put_in_place(attached, namespace, hashes, parents))
+        return (yield from _put_in_place(attached, namespace, hashes, parent))
 
     return (yield from persistent(attempt))
 
 
-def _put_in_place(attached: Attached, namespace: Namespace, hashes: bytes, parents: bytes) -> Steps[Put]:
+def _put_in_place(attached: Attached, namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put]:
     reservation = attached.session.new_id()
     attached.hold()
     try:
         reserved = _slotted((yield Ask(attached, [requests.reserve(reservation, namespace.id, hashes=hashes)]))[0])
-        put = Put(hashes, parents, reserved.outcomes.copy(), [], attached, reservation)
-        for index in np.flatnonzero(reserved.outcomes == SLOT):
-            units = int(reserved.units[index])
-            put.slots[int(index)] = (units, int(reserved.generations[index]))
-            view = attached.arena.writable_view(units, namespace.geometry.block_bytes)
-            put.blocks.append(PutBlock(int(index), _hash_at(hashes, int(index)), view))
+        put = Put(hashes, parent, reserved.outcomes.copy(), namespace.geometry.block_bytes)
+        put.give_slots(attached, reservation, reserved.units, reserved.generations)
     except BaseException:
         yield from let_go(attached, [requests.abandon(reservation)])
         raise
     return put
 
 
-def _put_copies(namespace: Namespace, hashes: bytes, parents: bytes) -> Steps[Put]:
+def _put_copies(namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put]:
     present = (yield from calls.lookup(namespace, hashes)).blocks
     outcomes = np.full(len(hashes) // HASH_BYTES, SLOT, np.uint8)
     outcomes[:present] = EXISTS
-    size_bytes = namespace.geometry.block_bytes
-    blocks = [PutBlock(index, _hash_at(hashes, index), np.zeros(size_bytes, np.uint8)) for index in range(present, len(outcomes))]
-    return Put(hashes, parents, outcomes, blocks)
+    return Put(hashes, parent, outcomes, namespace.geometry.block_bytes)
 
 
 def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
@@ -68,33 +64,37 @@ def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
     """
     put.seal()
     ready = put.committable()
-    put.outcomes[[block.index for block in put.blocks]] = NONE
+    put.outcomes[put.blocks.indices] = NONE
     if put.attached is None:
-        yield from _send_copies(namespace, put, ready)
+        yield from _send_copies(namespace, put, [put.blocks[place] for place in range(len(ready))])
         return
-    if not ready:
+    if not len(ready):
         yield from let_go(put.attached, [requests.abandon(put.reservation)])
         return
     attached, lease = put.attached, put.attached.session.new_id()
     try:
         attached.check()
-        ops = [_commit(namespace, put, ready, lease), requests.release(lease), requests.abandon(put.reservation)]
+        ops = [_commit(namespace, put, ready, lease), requests.release(lease)]
+        ops += [requests.abandon(put.reservation)] if len(ready) < len(put.blocks) else []
         answers: list[Answer] = yield Ask(attached, ops)
-        put.outcomes[[block.index for block in ready]] = _slotted(answers[0]).outcomes
+        put.outcomes[ready] = _slotted(answers[0]).outcomes
     finally:
         attached.drop()
 
 
-def _commit(namespace: Namespace, put: Put, ready: list[PutBlock], lease: int) -> pb.Op:
-    slots = np.array([put.slots[block.index] for block in ready], np.uint32)
-    parents = b"".join(put.parent_of(block.index) for block in ready)
-    return requests.commit(lease, namespace.id, (slots[:, 0], slots[:, 1]), b"".join(block.hash for block in ready), parents)
+def _commit(namespace: Namespace, put: Put, ready: NDArray[np.intp], lease: int) -> pb.Op:
+    first, last = int(ready[0]), int(ready[-1])
+    if last - first == len(ready) - 1:  # neighbours: one chain
+        hashes, parents = put.hashes[HASH_BYTES * first : HASH_BYTES * (last + 1)], put.parent_of(first)
+    else:
+        hashes, parents = (b"".join(map(each, ready.tolist())) for each in (put.hash_at, put.parent_of))
+    return requests.commit(lease, namespace.id, (put.units[ready], put.generations[ready]), hashes, parents)
 
 
 def abandon_put(put: Put) -> Steps[None]:
     """Give every slot back; nothing becomes visible."""
     put.seal()
-    put.outcomes[[block.index for block in put.blocks]] = NONE
+    put.outcomes[put.blocks.indices] = NONE
     if put.attached is not None:
         yield from let_go(put.attached, [requests.abandon(put.reservation)])
 
@@ -135,7 +135,3 @@ def _slotted(answer: Answer) -> Slotted:
     if not isinstance(answer, Slotted):
         raise errors.InternalFault(f"the daemon answered with {type(answer).__name__} where slots were asked for")
     return answer
-
-
-def _hash_at(hashes: bytes, index: int) -> bytes:
-    return hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 from kvstore import errors
 from kvstore.clients.client import KVClient
-from kvstore.clients.handles import Lease, Put
+from kvstore.clients.lease import Lease
+from kvstore.clients.put import Put
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern, right, tokens_of
 
 

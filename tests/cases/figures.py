@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore.clients.client import KVClient
-from kvstore.clients.handles import Namespace, Put
+from kvstore.clients.handles import Namespace
+from kvstore.clients.put import Put
 from kvstore.geometry import Geometry
 from kvstore.proto import kvstore_pb2 as pb
 from tests.blocks import each_hash, pattern

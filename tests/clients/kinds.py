@@ -12,7 +12,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.clients import aio, aio_link, client, link
-from kvstore.clients.handles import Lease, LookupResult, Namespace, Put, Watched
+from kvstore.clients.handles import LookupResult, Namespace, Watched
+from kvstore.clients.lease import Lease
+from kvstore.clients.put import Put
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 from kvstore.proto import kvstore_pb2 as pb

@@ -18,7 +18,8 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.clients.client import KVClient
-from kvstore.clients.handles import Lease, Namespace
+from kvstore.clients.handles import Namespace
+from kvstore.clients.lease import Lease
 from tests.blocks import IDENTITY
 from tests.crash.keys import CHAIN_BLOCKS, GEOMETRIES, bytes_of, chain
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvstore.clients.client import KVClient
-from kvstore.clients.handles import Lease
+from kvstore.clients.lease import Lease
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern, right
 
 ROOT = Path(__file__).resolve().parents[2]

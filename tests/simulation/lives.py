@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvstore import errors
 from kvstore.clients.aio import AsyncKVClient
-from kvstore.clients.handles import Attached, Namespace, PutBlock
+from kvstore.clients.handles import Attached, Namespace
+from kvstore.clients.put import PutBlock
 from tests.simulation.keys import IDENTITY, KINDS, Kind, chain, some_path
 from tests.simulation.machine import Machine, Process
 from tests.simulation.memory import ArenaFile, Map, Memory

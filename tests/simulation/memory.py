@@ -182,6 +182,9 @@ class Map:
     def writable_view(self, units: int, size_bytes: int) -> NDArray[np.uint8]:
         return self.writable[int(units) * UNIT_BYTES :][:size_bytes]
 
+    def warm(self, units: int, start: int, stop: int, *, write: bool) -> None:
+        """Pages are no matter here."""
+
 
 def map_arena(memory: Memory, welcome: Any, previous: Map | None) -> tuple[Map, Lock]:
     """In the place of `link.map_arena`."""

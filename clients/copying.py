@@ -1,0 +1,95 @@
+"""Copies of many blocks at once, by a few threads: one core alone does not fill the memory bus. No Python object is made a block."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvstore import errors
+from kvstore.clients.arena import Bytes
+
+PIECE_BYTES = 4 << 20  # bytes that a thread takes at a time
+ALONE_BYTES = 2 << 20  # bytes: less is copied before another thread has woken up
+MOST_THREADS = 4  # copying at once, the caller among them: more do not go faster on the machines that were measured
+
+Buffer = bytes | bytearray | memoryview | Bytes
+Warm = Callable[[int, int, int], None]  # (which block, from byte, to byte): have this memory mapped
+
+_guard = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def address(memory: Bytes) -> int:
+    """Where an array's memory begins."""
+    where: int = memory.__array_interface__["data"][0]
+    return where
+
+
+def checked(buffer: Buffer, size_bytes: int, what: str, *, writable: bool) -> Bytes:
+    """A caller's buffer as an array. Raises InvalidArgument where it is of another size, or may not be written."""
+    data = np.frombuffer(buffer, np.uint8)
+    if len(data) != size_bytes:
+        raise errors.InvalidArgument(f"{what} has {len(data)} bytes, a block {size_bytes}; give one of the same size")
+    if writable and not data.flags.writeable:
+        raise errors.InvalidArgument(f"{what} is read-only; give a bytearray, a writable memoryview or array")
+    return data
+
+
+def copy_blocks(targets: Sequence[int], sources: Sequence[int], size_bytes: int, warm: Warm) -> None:
+    """Copy `size_bytes` from each source to its target, all by their addresses, and wait. The caller keeps the memory alive.
+
+    `warm` is called for each part just before it is copied, in the thread that copies.
+    """
+    pieces = list(_pieces(len(targets), size_bytes))
+    turn = itertools.count()
+
+    def work() -> None:
+        while (mine := next(turn)) < len(pieces):
+            for which, start, stop in pieces[mine]:
+                warm(which, start, stop)
+                ctypes.memmove(targets[which] + start, sources[which] + start, stop - start)  # lets other threads run
+
+    total_bytes = size_bytes * len(targets)
+    helpers = min(len(pieces), MOST_THREADS, len(os.sched_getaffinity(0))) - 1 if total_bytes > ALONE_BYTES else 0
+    waiting = [_threads().submit(work) for _ in range(helpers)]
+    try:
+        work()
+    finally:
+        for each in waiting:
+            if not each.cancel():
+                each.result()
+
+
+def _pieces(count: int, size_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Shares of about PIECE_BYTES: several small blocks, or a part of a large one. Each is a list of (which, start, stop)."""
+    if size_bytes >= PIECE_BYTES:
+        for which in range(count):
+            for start in range(0, size_bytes, PIECE_BYTES):
+                yield [(which, start, min(start + PIECE_BYTES, size_bytes))]
+        return
+    step = PIECE_BYTES // max(size_bytes, 1)
+    for first in range(0, count, step):
+        yield [(which, 0, size_bytes) for which in range(first, min(first + step, count))]
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _guard:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="kvstore-copy")
+        return _pool
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the threads."""
+    global _pool, _guard
+    _pool, _guard = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
