@@ -20,6 +20,7 @@ from kvstore.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30  # bytes
 ENV_PREFIX = "KVSTORE_"
+NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE")  # variables of this prefix: which file to read; off: without the compiled library
 MAX_BYTES = 2**62  # bytes: far above any machine, far below what 64 bits hold
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel's sockaddr_un takes, without its closing zero
 MAX_SECONDS = 86_400.0  # seconds, one day: a longer wait is a mistake in the unit
@@ -66,8 +67,8 @@ class NvmeSettings:
     write: str = setting("through", "when blocks go to disk: at once, when pushed out, or never", choices=("through", "on_evict", "off"))
     write_bytes_per_s: int = setting(GIB, "the most that is written per second, since flash wears out", unit="bytes/s", low=MIB)
     durable: str = setting("process", "a write counts once it outlives the process, or a power failure too", choices=("process", "power"))
-    queue_depth: int = setting(16, "the most blocks on their way to or from the disk; a thread takes 8 at a time", low=1, high=1024)
-    threads: int = setting(2, "threads that copy and checksum", low=1, high=64)
+    queue_depth: int = setting(256, "the most blocks on their way to or from the disk; a thread takes up to 64 at a time", low=1, high=4096)
+    threads: int = setting(2, "threads that copy and checksum; one more stands by for blocks that somebody waits for", low=1, high=64)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, tuple[str, object]]:
     for key, value in env.items():
         if key in names:
             found[names[key]] = (f"environment {key}", value)
-        elif key.startswith(ENV_PREFIX) and key != f"{ENV_PREFIX}CONFIG":
+        elif key.startswith(ENV_PREFIX) and key not in NOT_SETTINGS:
             raise ConfigError(f"environment {key}: no such setting{_nearest(key, names)}")
     return found
 

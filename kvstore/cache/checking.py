@@ -9,8 +9,8 @@ from __future__ import annotations
 from kvstore.cache import leases
 from kvstore.cache.holders import Transfer, TransferKind
 from kvstore.cache.index import GIVEN, HAS_CHECKSUM
+from kvstore.cache.leaving import remove
 from kvstore.cache.messages import UNIT_BYTES, Corrupted, EndReason, FoundBy, StartVerify, Tier, TransferDone, TransferResult
-from kvstore.cache.moving import remove
 from kvstore.cache.slots import SUSPECT, WRONG, SlotState, SlotTable
 from kvstore.cache.state import State
 

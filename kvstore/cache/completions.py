@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvstore.cache import checking, leases
 from kvstore.cache.holders import Transfer, TransferKind
+from kvstore.cache.leaving import remove
 from kvstore.cache.messages import ClearFinished, EndReason, FoundBy, NoticeKind, StartDelete, Tier, TransferDone, TransferResult
-from kvstore.cache.moving import remove
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 

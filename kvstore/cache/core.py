@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import checking, claims, completions, demoting, hints, invariants, reading, recovery, sessions, writing
+from kvstore.cache import checking, claims, completions, demoting, finding, hints, invariants, reading, recovery, sessions, writing
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.messages import (
     Abandon,
@@ -140,7 +140,7 @@ class Cache:
 
     def lookup(self, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
         """Pure: no lease, no recency, no movement."""
-        return reading.lookup(self.state, tenant, namespace, group, hashes)
+        return finding.lookup(self.state, tenant, namespace, group, hashes)
 
     def prefetch(self, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
         """Answers (started, already in dram)."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from kvstore.cache.holders import TransferKind
 from kvstore.cache.index import HAS_CHECKSUM
+from kvstore.cache.leaving import CLEAN_RESERVE, evict_one, writes_down
 from kvstore.cache.messages import UNIT_BYTES, StartWrite, Tier
-from kvstore.cache.moving import CLEAN_RESERVE, assign_extent, evict_one, take_cold_extent, take_colder_extent, writes_down
+from kvstore.cache.moving import assign_extent, take_cold_extent, take_colder_extent
 from kvstore.cache.slots import SlotState, SlotTable
 from kvstore.cache.state import State
 

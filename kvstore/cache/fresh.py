@@ -5,12 +5,14 @@ They do in some dozen array operations what `writing` does block by block, which
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from kvstore.cache.holders import Lease, Session
 from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT, Rows
 from kvstore.cache.leases import may_hold
-from kvstore.cache.messages import BlockOutcome, Commit, Hashes, Reserve, Reserved, Tier, pack_hashes
+from kvstore.cache.messages import BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier, pack_hashes
 from kvstore.cache.moving import ghost, make_room
 from kvstore.cache.reading import use_many
 from kvstore.cache.slots import SlotIds, SlotState
@@ -19,16 +21,15 @@ from kvstore.cache.state import State
 
 def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Commit) -> bool:
     """Commit all of it, or touch nothing and answer False where it is not the common case."""
-    slots = state.dram.locate_all(request.units)
-    if not _is_common(state, session, request, slots):
-        return False
     index, dram = state.index, state.dram
+    slots = state.dram.locate_all(request.units)
     rows = index.find(request.namespace, request.hashes)
+    if not _is_common(state, session, request, slots, rows):
+        return False
     above = ghost(state, request.namespace, request.parents[0].tobytes())
     if rows.any():  # reserved by name
         index.flags[rows] &= ~np.uint8(IN_FLIGHT | CHECKSUM_FLAGS)
-        for row in rows.tolist():
-            del state.writers[row]
+        _delete_all(state.writers, rows.tolist())
     else:
         rows = index.add(request.namespace, request.hashes)
     _link_chain(state, rows, above)
@@ -41,28 +42,35 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     dram.row[slots] = rows
     dram.holds[slots] += 1  # held before, as reserved, and held now
     dram.move_many(slots, SlotState.RESERVED, SlotState.LIVE)
-    for slot in slots.tolist():
-        del session.reserved[slot]  # its count in the session now stands for the lease
-    lease.slots[0].extend(slots.tolist())
-    lease.generations[0].extend(request.generations.tolist())
+    _delete_all(session.reserved, slots.tolist())  # their counts in the session now stand for the lease
+    lease.slots[0].frombytes(slots.tobytes())
+    lease.generations[0].frombytes(np.ascontiguousarray(request.generations, np.uint32).tobytes())
     lease.granted = len(lease)
     _tell(state, request, slots)
     return True
 
 
-def _is_common(state: State, session: Session, request: Commit, slots: SlotIds) -> bool:
+def _delete_all(table: dict[int, int], keys: list[int]) -> None:
+    """Delete distinct keys that are all there."""
+    if len(keys) == len(table):
+        table.clear()
+    else:
+        deque(map(table.__delitem__, keys), maxlen=0)
+
+
+def _is_common(state: State, session: Session, request: Commit, slots: SlotIds, rows: Rows) -> bool:
     """One chain of distinct new blocks, into distinct slots of this session, all anonymous or all reserved for just these keys."""
-    count, hashes, parents = len(slots), request.hashes, request.parents
+    hashes, parents = request.hashes, request.parents
+    named = set(slots.tolist())
     return (
-        count > 0
+        len(named) == len(slots) > 0
+        and session.reserved.keys() >= named
         and (len(parents) == 1 or bool((parents[1:] == hashes[:-1]).all()))
-        and state.index.room > count
-        and all(slot in session.reserved for slot in slots.tolist())
+        and state.index.room > len(slots)
         and bool((state.dram.generation[slots] == request.generations).all())
-        and len(np.unique(slots)) == count
         and distinct(hashes)
         and not (hashes == parents[0]).all(axis=1).any()
-        and _are_new(state, state.index.find(request.namespace, hashes), state.dram.row[slots])
+        and _are_new(state, rows, state.dram.row[slots])
     )
 
 
@@ -75,6 +83,9 @@ def _are_new(state: State, rows: Rows, reserved_for: Rows) -> bool:
 
 def distinct(hashes: Hashes) -> bool:
     """Whether no hash is named twice."""
+    words = np.sort(hashes[:, 0])
+    if not (words[1:] == words[:-1]).any():
+        return True
     packed = np.ascontiguousarray(hashes).view(np.dtype((np.void, 32))).ravel()
     return len(np.unique(packed)) == len(packed)
 
@@ -129,7 +140,7 @@ def _link_chain(state: State, rows: Rows, above: int) -> None:
 def _tell(state: State, request: Commit, slots: SlotIds) -> None:
     state.policies[Tier.DRAM].inserted_many(slots)
     packed = pack_hashes(request.hashes)
-    state.notice_stored(request.namespace, Tier.DRAM, packed, request.parents[0].tobytes() + packed[:-32])
+    state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, packed, request.parents[0].tobytes() + packed[:-32])
     state.story.tell(int(request.hashes[0, 0]), "commit", int(slots[0]), len(slots))
     state.counters["committed"] += len(slots)
     if state.nvme is not None and state.sizes.nvme_write == "through":

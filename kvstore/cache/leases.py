@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -136,13 +137,21 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
         tail = np.array(member[keep:], np.int32)
         del member[keep:], generations[keep:]
         lease.pending -= int(np.count_nonzero(tail == 0))
-        # A lease under which one block was committed twice holds its slot twice.
-        slots, times = np.unique(tail[tail > 0], return_counts=True)
+        slots, times = _each_once(tail[tail > 0])
         if slots.size:
-            state.unhold_many(session, slots, times.astype(np.int32))
+            state.unhold_many(session, slots, times)
     lease.granted = min(lease.granted, keep)
     lease.reason = reason
     state.advanced.append(lease)
+
+
+def _each_once(slots: SlotIds) -> tuple[SlotIds, int | SlotIds]:
+    """Distinct slots, and how often each was there: a lease under which one block was committed twice holds its slot twice."""
+    ordered = np.sort(slots)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return slots, 1
+    distinct, times = np.unique(slots, return_counts=True)
+    return distinct, times.astype(np.int32)
 
 
 def close(state: State, lease: Lease) -> None:
@@ -157,8 +166,7 @@ def grant(state: State, lease: Lease) -> None:
         return
     first = ready = lease.granted
     if not lease.whole or not lease.pending:
-        while ready < len(lease) and all(member[ready] for member in lease.slots):
-            ready += 1
+        ready = min(_filled(member, first) for member in lease.slots)
     lease.granted = ready
     lease.ended = ready == len(lease) and not lease.pending
     if ready == first and not lease.ended:
@@ -169,6 +177,12 @@ def grant(state: State, lease: Lease) -> None:
     if lease.ended:
         lease.hashes = None
     state.decide(Granted(lease.session, lease.id, first, units, generations, lease.reason if lease.ended else None))
+
+
+def _filled(slots: array[int], first: int) -> int:
+    """The first position from `first` on that still has to be filled; the length where none has."""
+    empty = np.array(slots[first:], np.int32) == 0
+    return first + (int(np.argmax(empty)) if empty.any() else len(empty))
 
 
 def drop(state: State, lease: Lease) -> None:

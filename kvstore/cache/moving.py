@@ -1,26 +1,20 @@
 """Making room: which slots, extents and index rows are given up for what comes.
 
 Room is made at once or not at all: free slots, then an unassigned extent, then a whole extent of another size if it is the colder, then
-the coldest evictable leaf, then a whole extent of another size anyway. A dram victim with a copy on nvme is just dropped. Of the coldest
-few, one with a copy below goes before one without; when none of them has one, the coldest is dropped all the same and counted.
+the coldest evictable leaf, then a whole extent of another size anyway.
 """
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from kvstore.cache import leases
-from kvstore.cache.eviction.candidates import Candidates
-from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT
-from kvstore.cache.messages import AssignExtent, EndReason, NoticeKind, Tier
-from kvstore.cache.slots import DIRTY, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
+from kvstore.cache.index import IN_FLIGHT
+from kvstore.cache.leaving import evict, evict_many
+from kvstore.cache.messages import AssignExtent, Tier
+from kvstore.cache.slots import SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
-CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
 FREE_ROWS_LOOKED_AT = 4096  # blocks: a search for a row to free gives up after so many that are held in another tier
-DESCENDANTS_FIRST = 16_384  # blocks put first in line when an ancestor goes by force: 10 ms of work at most
 
 
 def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: SlotState) -> list[int]:
@@ -46,110 +40,6 @@ def assign_extent(state: State, table: SlotTable, slot_units: int) -> bool:
         return False
     state.decide(AssignExtent(table.tier, extent, slot_units))
     return True
-
-
-def evict_one(state: State, tier: Tier, slot_units: int) -> bool:
-    """Evict the coldest leaf of this size from the tier. On nvme the slot is reusable only after its record is deleted."""
-    return evict_many(state, tier, slot_units, 1) == 1
-
-
-def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
-    """Evict up to `wanted` leaves of this size, coldest first; a parent that becomes a leaf takes its turn. Answers how many."""
-    candidates = state.candidates(tier, slot_units)
-    writes = tier is Tier.DRAM and writes_down(state)
-    passed: list[tuple[int, int]] = []  # (rank, slot), a heap: looked at, and without a copy below
-    evicted = 0
-    while evicted < wanted and (slot := _clean_victim(state, candidates, passed) if writes else candidates.pop()):
-        evict(state, tier, slot)
-        evicted += 1
-    for _, slot in passed:
-        if candidates.evictable(slot):
-            candidates.expose(slot)
-    candidates.evictions_until_look -= evicted
-    return evicted
-
-
-def writes_down(state: State) -> bool:
-    """Whether blocks in dram are to have a copy on nvme sooner or later."""
-    return state.nvme is not None and state.sizes.nvme_write != "off"
-
-
-def _clean_victim(state: State, candidates: Candidates, passed: list[tuple[int, int]]) -> int:
-    """While writes go down, the coldest dram slot of a few that has a copy below, or else the coldest; 0 when there is none."""
-    on_nvme, row_at = state.index.slot_at[Tier.NVME], state.dram.row_at
-    while len(passed) < CLEAN_RESERVE and (slot := candidates.pop()):
-        if on_nvme[row_at[slot]]:
-            return slot
-        heapq.heappush(passed, (candidates.rank(slot), slot))
-    while passed:
-        if candidates.evictable(slot := heapq.heappop(passed)[1]):  # it may have been listed twice, and be gone
-            return slot
-    return 0
-
-
-def evict(state: State, tier: Tier, slot: int) -> None:
-    """Take an unheld leaf out of one tier."""
-    table = state.tables[tier]
-    row = table.row_at[slot]
-    state.counters[f"evicted_{tier.name.lower()}"] += 1
-    if tier is Tier.DRAM and writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
-        state.counters["dropped_before_written"] += 1
-    state.story.tell(state.index.word(row), "evict", slot, tier)
-    _leave_tier(state, tier, row, slot)
-    state.index.drop_if_empty(row)
-
-
-def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
-    """The block in `row` is no longer in this slot. The row itself is left to the caller."""
-    table, index = state.tables[tier], state.index
-    state.notice(NoticeKind.REMOVED, tier, row)
-    parent = index.parent_at[row]
-    state.policies[tier].left(slot)
-    index.displace(tier, row)
-    table.row_at[slot] = 0
-    table.flags_at[slot] &= ~(DIRTY | UNSUMMED)
-    if tier is Tier.NVME:
-        table.become(slot, SlotState.DOOMED)
-        state.settle(table, slot)
-    elif table.is_held(slot):
-        table.become(slot, SlotState.DOOMED)
-    else:
-        table.become(slot, SlotState.QUARANTINED if table.flags_at[slot] & WRONG else SlotState.FREE)
-    if parent and (above := index.slot_at[tier][parent]):
-        state.expose(tier, above)
-
-
-def remove(state: State, row: int) -> None:
-    """Take a block out of every tier by force; held slots become doomed. Its descendants, which nobody can reach now, go first in line."""
-    take_out(state, row)
-    _descendants_first(state, row)
-
-
-def take_out(state: State, row: int) -> None:
-    """`remove` where the descendants go too."""
-    index = state.index
-    for transfers in (state.reading, state.writing, state.verifying):
-        if transfer := transfers.pop(row, None):
-            transfer.row = 0
-            leases.fail_waiters(state, transfer, EndReason.FAILED)
-    for tier in index.tiers:
-        if slot := index.slot_at[tier][row]:
-            _leave_tier(state, tier, row, slot)
-    index.flags_at[row] &= ~CHECKSUM_FLAGS
-    index.drop_if_empty(row)
-
-
-def _descendants_first(state: State, row: int) -> None:
-    below = state.index.children_of(row)
-    for _ in range(DESCENDANTS_FIRST):
-        if not below:
-            return
-        child = below.pop()
-        below.extend(state.index.children_of(child))
-        for tier in state.index.tiers:
-            if slot := state.index.slot_at[tier][child]:
-                state.policies[tier].first_in_line(slot)
-                state.expose(tier, slot)
 
 
 def free_rows(state: State, wanted: int) -> bool:

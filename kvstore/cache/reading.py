@@ -1,4 +1,4 @@
-"""Lookup, acquire, claim, release: how far a prefix reaches, and the leases on it."""
+"""Acquire: the leases on a prefix, what must come up for them, and their ends by deadline or failure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache import leases
 from kvstore.cache.checking import start_verify
+from kvstore.cache.finding import complete_prefix, members_of, present_in
 from kvstore.cache.holders import HOLE, Lease, Session, Transfer, TransferKind
 from kvstore.cache.index import Rows
 from kvstore.cache.messages import (
@@ -17,9 +18,7 @@ from kvstore.cache.messages import (
     Acquired,
     EndReason,
     Hashes,
-    Keep,
     KeepKind,
-    Looked,
     Priority,
     Refused,
     StartRead,
@@ -29,8 +28,6 @@ from kvstore.cache.moving import is_in_flight, make_room
 from kvstore.cache.sessions import group_of, open_session
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
-
-NOT_NEEDED = 255  # a tier code: this member keeps only a window, and the block lies before it
 
 
 @dataclass(frozen=True)
@@ -44,65 +41,14 @@ class Again:
 FIRST = Again()
 
 
-def complete_prefix(present: list[NDArray[np.bool_]], keeps: list[Keep]) -> int:
-    """The longest prefix for which every member has what it keeps. `present[m]` [n] says which blocks member m has."""
-    longest = len(present[0])
-    fits = np.ones(longest + 1, bool)
-    lengths = np.arange(longest + 1)
-    for has, keep in zip(present, keeps, strict=True):
-        if keep.kind is KeepKind.ALL:
-            fits &= lengths <= (longest if has.all() else int(np.argmin(has)))
-        else:
-            last_gap = np.maximum.accumulate(np.concatenate([[-1], np.where(has, -1, np.arange(longest))]))
-            run = lengths - 1 - last_gap  # blocks without a gap just before each length
-            need = 1 if keep.kind is KeepKind.STATE else keep.window_blocks
-            fits &= run >= np.minimum(need, lengths)
-    return int(np.flatnonzero(fits)[-1])
-
-
-def members_of(state: State, tenant: str, namespace: int, group: str) -> tuple[int, ...] | Refused:
-    """The namespaces that an operation on a namespace or a group is about."""
-    if group:
-        found = state.groups.get((tenant, group))
-        return found.namespaces if found else Refused("NOT_FOUND", f"group {group!r} is not known; JoinGroup makes it")
-    if not 0 < namespace < len(state.namespaces) or state.spec(namespace).tenant != tenant:
-        return Refused("NOT_FOUND", f"namespace {namespace} is not open; call OpenNamespace first")
-    return (namespace,)
-
-
-def _present(state: State, rows: Rows) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.zeros(len(rows), bool)
-    for tier in state.index.tiers:
-        found |= state.index.slot[tier][rows] > 0
-    return found & (rows > 0)
-
-
 def _first_time(rows: Rows) -> NDArray[np.bool_]:
     """False where a row stood before: no chain names a block twice."""
+    ordered = np.sort(rows)
+    if not ((ordered[1:] == ordered[:-1]) & (ordered[1:] > 0)).any():
+        return np.ones(len(rows), bool)
     first = np.zeros(len(rows), bool)
     first[np.unique(rows, return_index=True)[1]] = True
     return first
-
-
-def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
-    """How far the prefix reaches and in which tier each block is. Changes nothing."""
-    members = members_of(state, tenant, namespace, group)
-    if isinstance(members, Refused):
-        return members
-    rows = [state.index.find(member, hashes) for member in members]
-    keeps = [state.keep(member) for member in members]
-    blocks = complete_prefix([_present(state, mine) for mine in rows], keeps)
-    codes = []
-    for mine, keep in zip(rows, keeps, strict=True):
-        code = np.full(blocks, NOT_NEEDED, np.uint8)
-        for tier in sorted(state.index.tiers, reverse=True):
-            code[state.index.slot[tier][mine[:blocks]] > 0] = tier
-        code[: keep.first_needed(blocks)] = NOT_NEEDED
-        codes.append(code)
-    return Looked(blocks, tuple(codes))
-
-
-# ---- acquire
 
 
 def acquire(state: State, request: Acquire) -> Acquired | Refused:
@@ -135,7 +81,7 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
     """Fill an empty lease: hold what is in dram, take slots for what must come up; shorten until all of it fits."""
     rows = [state.index.find(member, hashes) for member in lease.namespaces]
     keeps = [state.keep(member) for member in lease.namespaces]
-    present = [_present(state, mine) if again.may_wait else _ready(state, mine, again) for mine in rows]
+    present = [present_in(state, mine) if again.may_wait else _ready(state, mine, again) for mine in rows]
     for mine, has in zip(rows, present, strict=True):
         has &= _first_time(mine)
     length = complete_prefix(present, keeps)
@@ -143,8 +89,9 @@ def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: in
     while True:
         for slots, generations, keep in zip(lease.slots, lease.generations, keeps, strict=True):
             holes = keep.first_needed(length)
-            slots.extend([HOLE] * holes + [0] * (length - holes))
-            generations.extend([0] * length)
+            slots.extend(array("i", [HOLE]) * holes)
+            slots.frombytes(bytes(4 * (length - holes)))
+            generations.frombytes(bytes(4 * length))
         reached, why, targets = _take(state, session, lease, rows, length, again)
         if reached == length:
             break
@@ -189,7 +136,10 @@ def _take(
         return affordable, EndReason.LIMIT, []
     targets: list[tuple[int, int, int]] = []
     coming = 0  # units that will be held when the loads have ended
-    for position in range(length):
+    empty = np.zeros(length, bool)
+    for slots in lease.slots:
+        empty |= np.array(slots, np.int32) == 0
+    for position in np.flatnonzero(empty).tolist():
         for member, slots in enumerate(lease.slots):
             if slots[position]:
                 continue

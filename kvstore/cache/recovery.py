@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.index import HAS_CHECKSUM
+from kvstore.cache.leaving import take_out
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
-from kvstore.cache.moving import take_out
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 

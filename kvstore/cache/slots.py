@@ -222,6 +222,11 @@ class SlotTable:
             for extent, used in zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True):
                 self.use_extents(extent, change * used)
 
+    def free_many(self, slots: SlotIds, before: SlotState) -> None:
+        """Give back many distinct slots of one size, which nobody holds, from this state."""
+        self.move_many(slots, before, SlotState.FREE)
+        self.free[self.slot_units_of(int(slots[0]))].extend(array("i", slots.astype(np.int32).tobytes()))
+
     def held_many(self, slots: SlotIds) -> NDArray[np.bool_]:
         """`is_held` for many. [n]"""
         states = self.state[slots]
@@ -234,10 +239,12 @@ class SlotTable:
 
     def hold_many(self, slots: SlotIds, change: int | SlotIds) -> None:
         """`hold` for many distinct slots."""
-        before = self.held_many(slots)
-        self.holds[slots] += change
-        change_of_state = self.held_many(slots).astype(np.int64) - before
-        self.held_bytes += int((self.bytes_of(slots) * change_of_state).sum())
+        before = self.holds[slots]
+        after = before + change
+        self.holds[slots] = after
+        turned = ((before > 0) != (after > 0)) & (self.state[slots] == SlotState.LIVE) & (self.transfers[slots] == 0)
+        if turned.any():
+            self.held_bytes += int(np.where(after[turned] > 0, 1, -1) @ self.bytes_of(slots[turned]))
 
     def become(self, slot: int, state: SlotState) -> None:
         """Move a slot from its state to another; a FREE one goes back on the stack."""

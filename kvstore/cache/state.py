@@ -104,7 +104,7 @@ class State:
         self.now = 0.0
         self._deletes: list[int] = []
         self._out: list[Decision] = []
-        self._marks: dict[int, set[int]] = {}  # session -> dram slots whose holds by it began or ended
+        self._marks: dict[int, list[SlotIds]] = {}  # session -> dram slots whose holds by it began or ended
         self._notices: list[tuple[tuple[NoticeKind, int, Tier | None], list[bytes], list[bytes]]] = []
 
     # ---- names
@@ -180,6 +180,8 @@ class State:
         """Slots apart by their size class."""
         table = self.tables[tier]
         sizes = table.extent_slot_units[table.units[slots] // table.extent_units]
+        if len(sizes) and (sizes == sizes[0]).all():
+            return [(self.candidates(tier, int(sizes[0])), slots)]
         return [(self.candidates(tier, size), slots[sizes == size]) for size in np.unique(sizes).tolist()]
 
     def expose_many(self, tier: Tier, slots: SlotIds) -> None:
@@ -200,7 +202,7 @@ class State:
         session.counts[slots] = after
         turned = slots[(before == 0) | (after == 0)]
         session.held_bytes += int((self.dram.bytes_of(slots) * ((after > 0).astype(np.int64) - (before > 0))).sum())
-        self._marks.setdefault(session.id, set()).update(turned.tolist())
+        self._marks.setdefault(session.id, []).append(turned)
 
     def count_for(self, session: Session, slot: int, change: int) -> None:
         """Book a session's hold on a slot, and mark the slot in its session file when it is the first or was the last."""
@@ -209,11 +211,11 @@ class State:
         if before and before + change:
             return
         session.held_bytes += change * self.dram.slot_units_of(slot) * UNIT_BYTES
-        self._marks.setdefault(session.id, set()).add(slot)
+        self._marks.setdefault(session.id, []).append(np.array([slot], np.int32))
 
     def mark_all(self, session: Session) -> None:
         """Mark everything that the session holds, in a session file that is new."""
-        self._marks[session.id] = set(np.flatnonzero(session.counts).tolist())
+        self._marks[session.id] = [np.flatnonzero(session.counts).astype(np.int32)]
 
     def settle(self, table: SlotTable, slot: int) -> None:
         """After a hold or transfer ended: free what was doomed (or put it into quarantine), list what became evictable."""
@@ -244,9 +246,9 @@ class State:
         if kind is NoticeKind.STORED:
             parents.append(self.index.hash_bytes(self.index.parent_at[row]))
 
-    def notice_stored(self, namespace: int, tier: Tier, hashes: bytes, parents: bytes) -> None:
-        """`notice` of many stored blocks."""
-        key: tuple[NoticeKind, int, Tier | None] = (NoticeKind.STORED, namespace, tier)
+    def notice_many(self, kind: NoticeKind, namespace: int, tier: Tier, hashes: bytes, parents: bytes = b"") -> None:
+        """`notice` of many blocks of one namespace, packed; parents of stored ones only."""
+        key: tuple[NoticeKind, int, Tier | None] = (kind, namespace, tier)
         if not self._notices or self._notices[-1][0] != key:
             self._notices.append((key, [], []))
         self._notices[-1][1].append(hashes)
@@ -265,6 +267,14 @@ class State:
         """Have the record of a doomed nvme slot overwritten; the slot is free when that is done."""
         self.tables[Tier.NVME].busy(slot, 1)
         self._deletes.append(slot)
+
+    def doom_records(self, slots: SlotIds) -> None:
+        """`delete_record` for many live nvme slots of one size whose blocks have left; they are doomed from now on."""
+        nvme = self.tables[Tier.NVME]
+        nvme.move_many(slots, SlotState.LIVE, SlotState.DOOMED)
+        nvme.held_bytes += int(nvme.bytes_of(slots).sum())
+        nvme.transfers[slots] += 1
+        self._deletes.extend(slots.tolist())
 
     def quarantine_record(self, slot: int) -> None:
         """Take an nvme slot out of use, and have its record say so."""
@@ -289,8 +299,8 @@ class State:
         self.transfers[transfer.id] = transfer
         return transfer
 
-    def _mark(self, session: int, slots: set[int]) -> Mark:
+    def _mark(self, session: int, slots: list[SlotIds]) -> Mark:
         counts = self.sessions[session].counts
-        ordered = np.array(sorted(slots), np.int32)
-        units, held = self.dram.units[ordered], counts[ordered] > 0
+        changed = slots[0] if len(slots) == 1 else np.unique(np.concatenate(slots))
+        units, held = self.dram.units[changed], counts[changed] > 0
         return Mark(session, units[held], units[~held])

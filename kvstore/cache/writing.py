@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 
 from kvstore.cache import leases
+from kvstore.cache.finding import members_of
 from kvstore.cache.fresh import commit_fresh_chain, reserve_new_keys
 from kvstore.cache.holders import HOLE, Lease, Session
 from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT
@@ -25,7 +26,7 @@ from kvstore.cache.messages import (
     Tier,
 )
 from kvstore.cache.moving import ghost, make_room, needs_row
-from kvstore.cache.reading import members_of, use
+from kvstore.cache.reading import use
 from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
@@ -132,14 +133,19 @@ def commit(state: State, request: Commit) -> Committed | Refused:
     if isinstance(lease, Refused):
         return lease
     count = len(request.hashes)
+    if commit_fresh_chain(state, session, lease, request):
+        none = np.zeros(count, np.uint32)
+        return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
+    return _commit_each(state, session, lease, request)
+
+
+def _commit_each(state: State, session: Session, lease: Lease, request: Commit) -> Committed:
+    count = len(request.hashes)
     outcomes, shared = np.zeros(count, np.uint8), np.zeros(count, np.int32)
     slots = state.dram.locate_all(request.units).tolist()
     generations = request.generations.tolist()
     keys = [key.tobytes() for key in request.hashes]
     parents = [parent.tobytes() for parent in request.parents] if len(request.parents) == count else [request.parents[0].tobytes(), *keys]
-    if commit_fresh_chain(state, session, lease, request):
-        none = np.zeros(count, np.uint32)
-        return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
     for i, slot in enumerate(slots):
         if slot not in session.reserved or state.dram.generation_at[slot] != generations[i]:
             outcomes[i] = BlockOutcome.BAD_SLOT

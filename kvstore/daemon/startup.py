@@ -27,6 +27,7 @@ from kvstore.daemon.mover import MoverLimits, Pulls
 from kvstore.daemon.namespaces import KnownNamespace
 from kvstore.daemon.transfers import Transfers
 from kvstore.geometry import UNIT_BYTES
+from kvstore.native.library import library
 from kvstore.tiers.base import Health, HealthState
 from kvstore.tiers.dram import DramOptions, DramTier
 from kvstore.tiers.nvme import Durable, NvmeOptions, NvmeTier
@@ -119,6 +120,8 @@ async def build(settings: Settings) -> Parts:
         raise
     for note in (*dram.notes, *(nvme.notes if nvme else ())):
         log.warning("%s", note)
+    if library() is None:
+        log.info("index: searched with numpy, for want of the compiled library; install again with a C compiler (cc) for a faster one")
     return Parts(hub, dram, nvme, settings.acquire_timeout_s)
 
 
@@ -159,7 +162,7 @@ def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier | No
     facts, disk = hub.namespaces.facts, settings.nvme
     copier = Copier(dram.memory, nvme, facts)
     extent_units = nvme.extent_units if nvme else dram.extent_units
-    limits = MoverLimits(disk.threads, disk.queue_depth, extent_units, disk.write_bytes_per_s, settings.scrub_bytes_per_s)
+    limits = MoverLimits(disk.threads + 2, disk.queue_depth, extent_units, disk.write_bytes_per_s, settings.scrub_bytes_per_s)
     pulls = Pulls(hub.next_writes, hub.cache.next_sums, hub.cache.next_scrubs)
     return Transfers(limits, facts, copier, pulls, hub.transferred)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.cache.leaving import evict
 from kvstore.cache.messages import Acquire, Commit, Corrupted, EndReason, FoundBy, Reserve, Reserved, Tier
-from kvstore.cache.moving import evict
 from tests.cache.shop import FAILED, OK, PATH, Shop, stored
 from tests.cache.world import ROOT, UNIT, chain, pack, summed
 

@@ -24,12 +24,15 @@ namespaces = st.sampled_from([1, 1, 2, 3])
 
 class CacheMachine(RuleBasedStateMachine):
     eviction = "lru"
+    compiled = True
 
     @initialize(write=st.sampled_from(["through", "through", "on_evict", "off"]), nvme=st.booleans(), verify=st.sampled_from(VERIFY))
     def build(self, write: str, nvme: bool, verify: str) -> None:
         changes = {"nvme_write": write, "verify": verify, "eviction": self.eviction} | ({} if nvme else {"nvme_bytes": 0})
         self.world = World(Cache(sizes(**changes)))
         self.cache = self.world.cache
+        if not self.compiled:
+            self.cache.state.index._native = None
         self.world.attach(0, 0, 0)
 
     def _client(self, seed: int) -> Client | None:
@@ -261,3 +264,13 @@ TestCacheMachine = pytest.mark.timeout(900)(CacheMachine.TestCase)  # a minute o
 TestCacheMachine.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=35, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )
+
+
+class PlainCacheMachine(CacheMachine):
+    """As on a machine without a C compiler."""
+
+    compiled = False
+
+
+TestPlainCacheMachine = PlainCacheMachine.TestCase
+TestPlainCacheMachine.settings = settings(TestCacheMachine.settings, max_examples=EXAMPLES // 20)

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore.cache.core import Cache
 from kvstore.cache.invariants import violations
+from kvstore.cache.leaving import evict_one, remove
 from kvstore.cache.messages import Acquire, Recovered, Release, Tier
-from kvstore.cache.moving import evict_one, remove
 from tests.cache.test_machine import CacheMachine
 from tests.cache.test_walks import walk
 from tests.cache.world import LARGE, ROOT, SMALL, Path, World, chain, pack, sizes

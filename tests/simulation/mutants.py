@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "a leased slot is freed when its block is removed",
-        "kvstore/cache/moving.py",
+        "kvstore/cache/leaving.py",
         "    elif table.is_held(slot):",
         "    elif table.transfers_at[slot]:",
     ),
@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "a transfer of a block that was removed meanwhile goes on as if it were there",
-        "kvstore/cache/moving.py",
+        "kvstore/cache/leaving.py",
         "            transfer.row = 0\n",
         "            state.writing.setdefault(row, transfer)\n",
     ),
@@ -142,9 +142,9 @@ MUTANTS = (
     ),
     Mutant(
         "a hole before the window is read as slot 0",
-        "clients/reading.py",
-        "size_bytes if generation else 0)",
-        "size_bytes)",
+        "clients/lease.py",
+        "        if not self._generations[which]:",
+        "        if self._units[which] < 0:",
     ),
 )
 

@@ -24,6 +24,7 @@ class Policy(Protocol):
     """
 
     lines: int = 1
+    follows_chains: bool = False  # a rank is all there is to it: several evictions may be carried out as one
 
     def inserted(self, slot: int) -> None:
         """A block was put into this slot. Its row names the slot by now, and the slot its row."""

@@ -21,6 +21,7 @@ MAX_KEPT = 65_536  # candidates: 2.5 MB of heap
 KEPT_SHARE = 16  # one in so many slots is kept, so that a scan is paid back by as many evictions
 _PINNED_RANK = 1 << 60  # pinned blocks come after all others
 _EVERY_RANK = (1 << 62) - 1  # a horizon beyond all ranks
+_LIVE = int(SlotState.LIVE)  # state: a plain number, for the loop that passes thousands of slots
 _SLOT_BITS = 32  # an entry is rank << 32 | slot
 
 
@@ -125,6 +126,27 @@ class Candidates:
             if not slot or not self._policy.spares(slot):
                 return slot
             self.expose(slot)
+
+    def chain_above(self, slot: int, most: int) -> list[int]:
+        """The slot that was just popped, and its ancestors as far as they are the next to go, each when the one before it has gone."""
+        chain = [slot]
+        if not self._policy.follows_chains:
+            return chain
+        line, table, index, rank = self._lines[0], self._table, self._index, self._policy.rank
+        limit = min(line.horizon, line.heap[0] >> _SLOT_BITS) if line.heap else line.horizon
+        slot_at, children_at = index.slot_at[table.tier], index.children_at[table.tier]
+        parent_at, flags_at = index.parent_at, index.flags_at
+        state_at, holds_at, transfers_at = table.state_at, table.holds_at, table.transfers_at
+        row = table.row_at[slot]
+        while len(chain) < most:
+            row = parent_at[row]
+            above = slot_at[row]
+            if not above or children_at[row] != 1 or state_at[above] != _LIVE or holds_at[above] or transfers_at[above]:
+                break
+            if flags_at[row] & PINNED or rank(above) > limit:
+                break
+            chain.append(above)
+        return chain
 
     def _coldest(self) -> int:
         for number in self._policy.order():

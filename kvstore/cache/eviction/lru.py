@@ -13,6 +13,8 @@ from kvstore.cache.slots import SlotTable
 class Lru(Policy):
     """One stamp a slot. All blocks of one operation share a stamp: among them the leaf rule alone decides."""
 
+    follows_chains = True
+
     def __init__(self, index: Index, table: SlotTable, namespaces: Namespaces) -> None:
         self._stamp = np.zeros(table.max_slots + 1, np.int64)
         self._stamp_at = self._stamp.data

@@ -1,0 +1,144 @@
+/* The index's inner loops: finding, adding and dropping rows. The arrays are numpy's, and belong to kvstore/cache/index.py.
+ *
+ * A plain C library: nothing of Python's is used, so it needs no header of it and serves every version. Called with the interpreter's
+ * lock held. Row 0 and slot 0 mean "none".
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MAX_TIERS 4
+#define AHEAD 32 /* keys whose memory is fetched before any of them is looked at: enough to hide a cache miss */
+#define SPREAD 0x9E3779B97F4A7C15u /* 2^64 / golden ratio, as in index.py */
+
+typedef struct {
+    int32_t *table;
+    uint64_t *hash; /* [rows][4] */
+    int32_t *namespace_of;
+    int32_t *parent, *first_child, *next_sibling, *previous_sibling;
+    uint8_t *flags;
+    int32_t *slot[MAX_TIERS];
+    int32_t *freed;
+    uint64_t mix, mask;
+    int32_t shift, tiers;
+    uint8_t in_flight; /* a flag: such a row stays */
+} Index;
+
+static uint64_t home_of(const Index *ix, int32_t namespace_id, uint64_t word)
+{
+    return ((word ^ (uint64_t)namespace_id * SPREAD) * ix->mix) >> ix->shift;
+}
+
+static int is_key(const Index *ix, int32_t row, int32_t namespace_id, const uint64_t *key)
+{
+    const uint64_t *at = ix->hash + 4 * (size_t)row;
+    return ix->namespace_of[row] == namespace_id && at[0] == key[0] && at[1] == key[1] && at[2] == key[2] && at[3] == key[3];
+}
+
+/* found[i] becomes the row of keys[i], 0 where unknown. */
+void kvstore_find(const Index *ix, int32_t namespace_id, const uint64_t *keys, int64_t count, int32_t *found)
+{
+    uint64_t home[AHEAD];
+    for (int64_t start = 0; start < count; start += AHEAD) {
+        const int64_t here = count - start < AHEAD ? count - start : AHEAD;
+        for (int64_t i = 0; i < here; i++) {
+            home[i] = home_of(ix, namespace_id, keys[4 * (start + i)]);
+            __builtin_prefetch(ix->table + home[i]);
+        }
+        for (int64_t i = 0; i < here; i++) {
+            const int32_t row = ix->table[home[i]];
+            __builtin_prefetch(ix->hash + 4 * (size_t)row);
+            __builtin_prefetch(ix->namespace_of + row);
+        }
+        for (int64_t i = 0; i < here; i++) {
+            uint64_t at = home[i];
+            int32_t row;
+            while ((row = ix->table[at]) != 0 && !is_key(ix, row, namespace_id, keys + 4 * (start + i)))
+                at = (at + 1) & ix->mask;
+            found[start + i] = row;
+        }
+    }
+}
+
+/* Enter rows, whose hash and namespace are set and which are not in the table yet. */
+void kvstore_enter(const Index *ix, const int32_t *rows, int64_t count)
+{
+    uint64_t home[AHEAD];
+    for (int64_t start = 0; start < count; start += AHEAD) {
+        const int64_t here = count - start < AHEAD ? count - start : AHEAD;
+        for (int64_t i = 0; i < here; i++) {
+            const int32_t row = rows[start + i];
+            home[i] = home_of(ix, ix->namespace_of[row], ix->hash[4 * (size_t)row]);
+            __builtin_prefetch(ix->table + home[i], 1);
+        }
+        for (int64_t i = 0; i < here; i++) {
+            uint64_t at = home[i];
+            while (ix->table[at] != 0)
+                at = (at + 1) & ix->mask;
+            ix->table[at] = rows[start + i];
+        }
+    }
+}
+
+static void leave_table(const Index *ix, int32_t row)
+{
+    uint64_t gap = home_of(ix, ix->namespace_of[row], ix->hash[4 * (size_t)row]), at;
+    while (ix->table[gap] != row)
+        gap = (gap + 1) & ix->mask;
+    for (at = (gap + 1) & ix->mask; ix->table[at] != 0; at = (at + 1) & ix->mask) {
+        const int32_t other = ix->table[at];
+        const uint64_t home = home_of(ix, ix->namespace_of[other], ix->hash[4 * (size_t)other]);
+        /* A row may move back into the gap if its home is not between the gap and where it is. */
+        if (((at - home) & ix->mask) >= ((at - gap) & ix->mask)) {
+            ix->table[gap] = other;
+            gap = at;
+        }
+    }
+    ix->table[gap] = 0;
+}
+
+static void unlink_row(const Index *ix, int32_t row)
+{
+    const int32_t parent = ix->parent[row], after = ix->next_sibling[row], before = ix->previous_sibling[row];
+    if (before)
+        ix->next_sibling[before] = after;
+    else
+        ix->first_child[parent] = after;
+    if (after)
+        ix->previous_sibling[after] = before;
+    ix->parent[row] = 0;
+}
+
+static int is_empty(const Index *ix, int32_t row)
+{
+    if (ix->first_child[row] || (ix->flags[row] & ix->in_flight))
+        return 0;
+    for (int32_t tier = 0; tier < ix->tiers; tier++)
+        if (ix->slot[tier][row])
+            return 0;
+    return 1;
+}
+
+/* Forget those of the rows, in this order, that have no bytes, no writer and no children; each time their parents likewise.
+ * Rows that were forgotten before are passed over. Answers the new length of `freed`. */
+int32_t kvstore_drop_empty(const Index *ix, const int32_t *rows, int64_t count, int32_t freed_count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        int32_t row = rows[i];
+        if (i + 8 < count) {
+            const int32_t later = rows[i + 8];
+            __builtin_prefetch(ix->table + home_of(ix, ix->namespace_of[later], ix->hash[4 * (size_t)later]), 1);
+        }
+        while (row && ix->namespace_of[row] && is_empty(ix, row)) {
+            const int32_t parent = ix->parent[row];
+            if (parent)
+                unlink_row(ix, row);
+            leave_table(ix, row);
+            ix->namespace_of[row] = 0;
+            ix->flags[row] = 0;
+            ix->freed[freed_count++] = row;
+            row = parent;
+        }
+    }
+    return freed_count;
+}
