@@ -249,6 +249,8 @@ class Session:
                 events.extend(self._acquire_answered(lease, answer))
         if reply.first_op + len(reply.replies) == len(tickets):
             del self._sent[reply.number]
+        for grant in reply.grants:
+            events.extend(self._granted(grant))
         return events
 
     def _acquire_answered(self, lease: int, answer: Answer) -> list[Event]:

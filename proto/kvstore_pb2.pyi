@@ -276,14 +276,16 @@ class Ready(_message.Message):
     def __init__(self) -> None: ...
 
 class BatchReply(_message.Message):
-    __slots__ = ("number", "replies", "first_op")
+    __slots__ = ("number", "replies", "first_op", "grants")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     FIRST_OP_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     replies: _containers.RepeatedCompositeFieldContainer[OpReply]
     first_op: int
-    def __init__(self, number: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[OpReply, _Mapping]]] = ..., first_op: _Optional[int] = ...) -> None: ...
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    def __init__(self, number: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[OpReply, _Mapping]]] = ..., first_op: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class OpReply(_message.Message):
     __slots__ = ("acquired", "slots", "done", "error")

@@ -11,7 +11,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,7 @@ class Bench:
         """Store the blocks of `source`, one after the other."""
         size = self.space.geometry.block_bytes
         with self.client.put(self.space, hashes) as put:
-            for block in put.blocks:
-                block.write(source[block.index * size : (block.index + 1) * size])
+            put.write_all([source[at : at + size] for at in range(0, size * (len(hashes) // 32), size)])
         if put.stored * 32 != len(hashes):
             raise RuntimeError(f"{put.stored} of {len(hashes) // 32} blocks were stored: {set(put.names)}")
 
@@ -164,6 +163,7 @@ def _rounds(
             began = time.perf_counter()
             bench.put(hashes, source)
             yield "put", gbps(size_bytes, time.perf_counter() - began)
+            began = time.perf_counter()  # a block is written down once it is committed
             bench.wait_written(hashes + warm)
             yield "nvme_write", gbps(size_bytes, time.perf_counter() - began)
             yield "odirect_write", disk.run(block_bytes, THREADS, write=True)
@@ -192,16 +192,24 @@ def _latency(directory: Path) -> dict[int, dict[str, float]]:
         for batch in BATCHES:
             hashes = bench.hashes(batch, batch)
             bench.put(hashes, source)
-            times: dict[str, list[float]] = {}
-            for number in range(CALLS):
-                fresh = bench.hashes(batch, batch + 4096 * (number + 1))
-                times.setdefault("echo", []).extend(echo.unary_ms(32 * batch, 1))
-                times.setdefault("lookup", []).append(1e3 * timed(lambda h=hashes: bench.client.lookup(bench.space, h)))  # type: ignore[misc]
-                times.setdefault("acquire", []).append(1e3 * timed(lambda h=hashes: bench.get(h, None)))  # type: ignore[misc]
-                times.setdefault("commit", []).append(1e3 * _commit_s(bench, fresh))
+            times: dict[str, list[float]] = {"echo": []}
+            for what, act in _acts(bench, hashes).items():
+                for number in range(CALLS):
+                    times["echo"].extend(echo.unary_ms(32 * batch, 1))
+                    times.setdefault(what, []).append(1e3 * act(number))
             found[batch] = {what: median_ms(values) for what, values in times.items()}
         bench.client.close()
     return found
+
+
+def _acts(bench: Bench, hashes: bytes) -> dict[str, Callable[[int], float]]:
+    """What is timed, in seconds, for blocks that are stored; each is given the number of its round."""
+    batch = len(hashes) // 32
+    return {
+        "lookup": lambda _: timed(lambda: bench.client.lookup(bench.space, hashes)),
+        "acquire": lambda _: timed(lambda: bench.get(hashes, None)),
+        "commit": lambda number: _commit_s(bench, bench.hashes(batch, batch + 4096 * (number + 1))),
+    }
 
 
 def _commit_s(bench: Bench, hashes: bytes) -> float:

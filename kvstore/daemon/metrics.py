@@ -51,6 +51,7 @@ class Metrics(Collector):
         self._calls = Histogram(
             "kvstore_rpc_seconds", "Calls by method and status", ["method", "code"], buckets=LATENCY_BUCKETS_S, registry=self._registry
         )
+        self._series: dict[tuple[str, str], Histogram] = {}  # by method and code: finding one by its labels takes a lock
         self._registry.register(self)
 
     def serve(self, address: str) -> tuple[Callable[[], None], int]:
@@ -70,7 +71,10 @@ class Metrics(Collector):
 
     def call_ended(self, method: str, code: str, seconds: float) -> None:
         """A call of this method ended with this status."""
-        self._calls.labels(method, code).observe(seconds)
+        series = self._series.get((method, code))
+        if series is None:
+            series = self._series[method, code] = self._calls.labels(method, code)
+        series.observe(seconds)
 
     def describe(self) -> list[Metric]:
         """Names are known when figures are; nothing is asked of the loop at registration."""

@@ -8,9 +8,8 @@ or bytes bound how long that takes.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.cache.messages import (
@@ -29,10 +28,13 @@ from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, Namespaces, Re
 from kvstore.errors import InternalFault
 from kvstore.geometry import UNIT_BYTES
 
-BLOCKS_PER_JOB = 8  # blocks: a thread's hand-over costs about as much as a small block, and 8 of 4 MiB still take under 20 ms
+BLOCKS_PER_JOB = 64  # blocks: of small ones enough to pay for a thread's hand-over and for the system calls
+BYTES_PER_JOB = 16 * 2**20  # 16 MiB: under 10 ms of a disk, in which somebody may come who waits. One block at least
+WRITES_PER_PULL = 8  # blocks: what is taken from the core at a time; what does not fit into the job is kept for the next one
 DELETES_PER_JOB = 64  # deletes: each may be many records, which lie together
 VERIFY_BYTES_PER_JOB = 16 * 2**20  # 16 MiB: some 2 ms of a core; of small blocks enough to pay for the hand-over
 SCRUB_BYTES_PER_JOB = 2**20  # 1 MiB: under 2 ms of a disk, in which somebody may come who waits
+SCRUB_LOOK_S = 0.1  # seconds until the next look, where there was nothing to check
 SCRUB_BYTES_PER_WRONG_BLOCK = 2**20  # 1 MiB of budget: removing and logging it costs the loop more than reading it costs the disk
 
 
@@ -70,6 +72,7 @@ class Mover:
         self._pulls = pulls
         self._budget = ByteBudget(limits.write_bytes_per_s)
         self._scrub_budget = ByteBudget(limits.scrub_bytes_per_s)
+        self._scrub_at = 0.0  # when to look again for blocks to check, after there were none
         self._over: list[ByteBudget] = []  # budgets that work is waiting for
         self._checks: deque[StartVerify] = deque()  # hits in dram that somebody waits for
         self._demand: dict[int, StartRead] = {}  # by transfer, in order of arrival
@@ -175,8 +178,14 @@ class Mover:
             self._prefetch[first.transfer] = self._demand.pop(first.transfer)
         if self._checks and (room <= 0 or self._checks[0].transfer < next(iter(self._demand), self._checks[0].transfer + 1)):
             return VerifyJob(self._take_checks(-(-len(self._checks) // lanes_free)))
-        share = min(room, -(-len(self._demand) // lanes_free))
-        taken = [self._demand.pop(transfer) for transfer in list(itertools.islice(self._demand, max(0, share)))]
+        return self._read_job(self._demand, min(room, -(-len(self._demand) // lanes_free)))
+
+    def _read_job(self, queue: dict[int, StartRead], most: int) -> Job | None:
+        taken: list[StartRead] = []
+        left_bytes = BYTES_PER_JOB
+        while len(taken) < most and left_bytes > 0 and queue:
+            taken.append(queue.pop(next(iter(queue))))
+            left_bytes -= self._slot_bytes(taken[-1])
         return ReadJob(tuple(taken)) if taken else None
 
     def _take_checks(self, share: int) -> tuple[StartVerify, ...]:
@@ -197,7 +206,10 @@ class Mover:
         if not self._scrub_budget.allows(now):
             self._over.append(self._scrub_budget)
             return None
+        if now < self._scrub_at:
+            return None
         scrubs = self._pulls.next_scrubs(SCRUB_BYTES_PER_JOB)
+        self._scrub_at = 0.0 if scrubs else now + SCRUB_LOOK_S
         self._scrub_budget.spend(sum(self._slot_bytes(scrub) for scrub in scrubs))
         return ScrubJob(tuple(scrubs)) if scrubs else None
 
@@ -216,18 +228,35 @@ class Mover:
         if not self._budget.allows(now):
             self._over.append(self._budget)
             return None
-        if not self._held:
-            self._held.extend(self._pulls.next_writes(room))
-        ready = [write for write in self._held if self._on_disk(write)][:room]
+        ready: list[StartWrite] = []
+        waiting: list[StartWrite] = []
+        left_bytes = BYTES_PER_JOB
+        for write in self._writes():
+            if len(ready) == room or left_bytes <= 0:
+                self._held.appendleft(write)
+                break
+            if self._on_disk(write):
+                ready.append(write)
+                left_bytes -= self._slot_bytes(write)
+            else:
+                waiting.append(write)
+        self._held.extendleft(reversed(waiting))
         if not ready:
             return self._assign_job()  # what the blocks just taken wait for
-        self._held = deque(write for write in self._held if write not in ready)
         self._budget.spend(sum(self._slot_bytes(write) for write in ready))
         return WriteJob(tuple(ready))
 
+    def _writes(self) -> Iterator[StartWrite]:
+        """Those held, and then what the core has, as far as they are asked for."""
+        while True:
+            while self._held:
+                yield self._held.popleft()
+            self._held.extend(self._pulls.next_writes(WRITES_PER_PULL))
+            if not self._held:
+                return
+
     def _prefetch_job(self, room: int) -> Job | None:
-        taken = [self._prefetch.pop(transfer) for transfer in list(itertools.islice(self._prefetch, room))]
-        return ReadJob(tuple(taken)) if taken else None
+        return self._read_job(self._prefetch, room)
 
     # ---- extents
 
@@ -247,10 +276,13 @@ class Mover:
                 self._assigns_failed[assign.extent] = assign
                 failed[assign.extent] = moved.result
         extent_units = self._limits.extent_units
-        given_up = [write for write in self._held if write.target_units // extent_units in failed]
-        self._held = deque(write for write in self._held if write not in given_up)
+        given_up: list[StartWrite] = []
+        held: deque[StartWrite] = deque()
+        for write in self._held:
+            (given_up if write.target_units // extent_units in failed else held).append(write)
+        self._held = held
         return [TransferDone(write.transfer, failed[write.target_units // extent_units]) for write in given_up]
 
-    def _slot_bytes(self, item: StartWrite | StartVerify) -> int:
+    def _slot_bytes(self, item: StartRead | StartWrite | StartVerify) -> int:
         facts = self._namespaces.get(item.namespace)
         return facts.slot_units * UNIT_BYTES if facts else 0

@@ -106,15 +106,13 @@ class Daemon:
         self._health = health.aio.HealthServicer()
         probes = {"nvme": parts.nvme.probe} if parts.nvme is not None else {}
         self._health_watch = HealthWatch(parts.health, self._health, SERVICE, probes)
-        self._server = grpc.aio.server(
-            interceptors=[Edge(self._metrics)], options=_options(settings), maximum_concurrent_rpcs=MAX_CALLS
-        )
+        self._server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=MAX_CALLS)
         self._ticker: asyncio.Task[None] | None = None
         self._lags: deque[float] = deque(maxlen=LAG_WINDOW_TICKS)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError where an address is taken."""
-        add_KVStoreServicer_to_server(self._service, self._server)
+        add_KVStoreServicer_to_server(self._service, Edge(self._server, self._metrics))  # type: ignore[arg-type]  # it takes a server's place
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         self._listen(f"unix:{self._settings.listen}", "--listen")

@@ -113,6 +113,7 @@ class SessionStream:
         self._out = Outbound(hub.epoch)
         self._session: Attached | None = None
         self._error: errors.KVStoreError | None = None
+        self._at_once: list[pb.Grant] | None = None  # while a batch is carried out: what it grants
 
     async def serve(self, incoming: AsyncIterator[pb.ClientMessage], send: Send) -> None:
         """Until either side ends. However it ends, the session does too."""
@@ -139,8 +140,12 @@ class SessionStream:
     # ---- as the session's grantee
 
     def granted(self, granted: Granted) -> None:
-        """Send a grant."""
-        for grant in wire.grants_of(granted):
+        """Send a grant: with the answer of the batch that is being carried out, or by itself."""
+        grants = wire.grants_of(granted)
+        if self._at_once is not None:
+            self._at_once.extend(grants)
+            return
+        for grant in grants:
             self._push(pb.ServerMessage(grant=grant))
 
     def ended(self, reason: str) -> None:
@@ -219,12 +224,12 @@ class SessionStream:
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
         wire.check_batch(batch)
         replies = [self._operate(session.id, op) for op in batch.ops]
-
-        def answer() -> None:
-            for reply in wire.batch_replies(batch.number, replies):
-                self._push(pb.ServerMessage(reply=reply))
-
-        self._hub.settle(answer)
+        at_once: list[pb.Grant] = []
+        self._at_once = at_once
+        self._hub.settle()
+        self._at_once = None
+        for message in wire.batch_messages(batch.number, replies, at_once):
+            self._push(message)
 
     def _operate(self, session: int, op: pb.Op) -> pb.OpReply:
         kind = op.WhichOneof("kind") or "none"

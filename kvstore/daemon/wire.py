@@ -249,14 +249,22 @@ def error_reply(error: errors.KVStoreError) -> pb.OpReply:
     return pb.OpReply(error=pb.Error(code=error.code, text=errors.to_text(error)))
 
 
-def batch_replies(number: int, replies: list[pb.OpReply]) -> Iterator[pb.BatchReply]:
-    """A batch's answer, in messages of bounded size."""
-    first = size_bytes = 0
+def batch_messages(number: int, replies: list[pb.OpReply], grants: list[pb.Grant]) -> Iterator[pb.ServerMessage]:
+    """A batch's answer, and then what it granted at once, in messages of bounded size: mostly one."""
+    first = size_bytes = taken = 0
     for end, reply in enumerate(replies, start=1):
         size_bytes += reply.ByteSize()
-        if size_bytes >= MAX_REPLY_BYTES or end == len(replies):
-            yield pb.BatchReply(number=number, replies=replies[first:end], first_op=first)
-            first, size_bytes = end, 0
+        if size_bytes < MAX_REPLY_BYTES and end < len(replies):
+            continue
+        answer = pb.BatchReply(number=number, replies=replies[first:end], first_op=first)
+        while end == len(replies) and taken < len(grants) and size_bytes < MAX_REPLY_BYTES:
+            size_bytes += grants[taken].ByteSize()
+            taken += 1
+        answer.grants.extend(grants[:taken])
+        yield pb.ServerMessage(reply=answer)
+        first, size_bytes = end, 0
+    for grant in grants[taken:]:
+        yield pb.ServerMessage(grant=grant)
 
 
 def grants_of(granted: Granted) -> Iterator[pb.Grant]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cache.messages import AssignExtent, Priority, StartDelete, StartRead, StartWrite, Tier, TransferResult
 from kvstore.daemon.jobs import AssignJob, DeleteJob, Job, Moved, NamespaceFacts, ReadJob, WriteJob
-from kvstore.daemon.mover import BLOCKS_PER_JOB, Mover, MoverLimits, Pulls
+from kvstore.daemon.mover import BLOCKS_PER_JOB, BYTES_PER_JOB, WRITES_PER_PULL, Mover, MoverLimits, Pulls
 from kvstore.errors import InternalFault
 from kvstore.geometry import UNIT_BYTES
 
@@ -38,11 +38,13 @@ def assign(extent: int, slot_units: int = SLOT_UNITS) -> AssignExtent:
 class Rig:
     """A mover, and writes that the core would like done."""
 
-    def __init__(self, lanes: int = 4, queue_depth: int = 32, write_bytes_per_s: int = 0) -> None:
+    def __init__(
+        self, lanes: int = 4, queue_depth: int = 256, write_bytes_per_s: int = 0, facts: NamespaceFacts = NAMESPACES[1]
+    ) -> None:
         self.waiting: list[StartWrite] = []
         self.assign_with: dict[int, AssignExtent] = {}  # by extent: what the core decides when a write there starts
         self.asked: list[int] = []
-        self.mover = Mover(MoverLimits(lanes, queue_depth, EXTENT_UNITS, write_bytes_per_s), NAMESPACES, Pulls(self.next_writes))
+        self.mover = Mover(MoverLimits(lanes, queue_depth, EXTENT_UNITS, write_bytes_per_s), {1: facts}, Pulls(self.next_writes))
 
     def next_writes(self, limit: int) -> list[StartWrite]:
         self.asked.append(limit)
@@ -100,7 +102,7 @@ def test_demand_is_spread_over_the_lanes_in_order() -> None:
     rig.add(read(n) for n in range(12))
     assert [transfers(job) for job in rig.mover.next_jobs(0.0)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     rig = Rig(lanes=2)
-    rig.add(read(n) for n in range(100))
+    rig.add(read(n) for n in range(200))
     assert [len(job.items) for job in rig.mover.next_jobs(0.0)] == [BLOCKS_PER_JOB] * 2
 
 
@@ -115,15 +117,32 @@ def test_no_more_blocks_are_out_than_the_queue_is_deep() -> None:
     assert rig.mover.blocks_out == 10 - len(jobs[0].items)
 
 
+def test_a_job_ends_after_so_many_bytes() -> None:
+    large = NamespaceFacts(bytes(32), BYTES_PER_JOB // UNIT_BYTES // 2, BYTES_PER_JOB // 2)
+    huge = NamespaceFacts(bytes(32), 2 * BYTES_PER_JOB // UNIT_BYTES, 2 * BYTES_PER_JOB)
+    for facts, blocks in ((large, 2), (huge, 1)):
+        rig = Rig(lanes=2, facts=facts)
+        rig.waiting = [write(n) for n in range(20)]
+        (first,) = rig.mover.next_jobs(0.0)
+        assert transfers(first) == list(range(blocks))
+        rig.mover.finished(first, ok(first), 0.0)
+        (second,) = rig.mover.next_jobs(0.0)
+        assert transfers(second) == list(range(blocks, 2 * blocks))
+        assert len(rig.asked) == 1, "what was taken and did not fit is next, before anything is asked for"
+        rig = Rig(lanes=1, facts=facts)
+        rig.add(read(n) for n in range(20))
+        assert [transfers(job) for job in rig.mover.next_jobs(0.0)] == [list(range(blocks))]
+
+
 def test_the_core_is_asked_for_writes_only_when_there_is_room() -> None:
     rig = Rig(lanes=2)
     rig.waiting = [write(n) for n in range(3)]
     jobs = rig.mover.next_jobs(0.0)
-    assert (transfers(jobs[0]), rig.asked) == ([0, 1, 2], [BLOCKS_PER_JOB])
+    assert (transfers(jobs[0]), rig.asked) == ([0, 1, 2], [WRITES_PER_PULL] * 2)
     rig.mover.next_jobs(0.0)
-    assert len(rig.asked) == 1
+    assert len(rig.asked) == 2
     rig.mover.finished(jobs[0], ok(jobs[0]), 0.0)
-    assert (rig.mover.next_jobs(0.0), len(rig.asked)) == ([], 2)
+    assert (rig.mover.next_jobs(0.0), len(rig.asked)) == ([], 3)
 
 
 def test_reports_carry_each_items_own_result() -> None:

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -200,12 +199,8 @@ def test_every_error_becomes_a_status_in_one_place(raised: Exception, says: str)
         raise raised
 
     async def call() -> None:
-        async def handler_of(_details: object) -> object:
-            return grpc.unary_unary_rpc_method_handler(act, pb.LookupRequest.FromString, pb.LookupReply.SerializeToString)
-
-        details: Any = SimpleNamespace(method="/kvstore.v1.KVStore/Lookup")
-        handler = await Edge(meter).intercept_service(handler_of, details)
-        await handler.unary_unary(pb.LookupRequest(), Context())
+        handler = grpc.unary_unary_rpc_method_handler(act, pb.LookupRequest.FromString, pb.LookupReply.SerializeToString)
+        await Edge(grpc.aio.server(), meter).wrap("Lookup", handler).unary_unary(pb.LookupRequest(), Context())
 
     meter = Meter()
     with pytest.raises(RuntimeError, match=says):

@@ -172,11 +172,21 @@ def test_a_long_answer_comes_in_parts_that_say_where_they_begin() -> None:
     outcomes = np.ones(4096, np.uint8)
     numbers = np.arange(4096, dtype=np.uint32)
     replies = [wire.reply_of(Reserved(1, outcomes, numbers, numbers), 1) for _ in range(100)]
-    parts = list(wire.batch_replies(3, replies))
+    messages = list(wire.batch_messages(3, replies, [pb.Grant(lease=7), pb.Grant(lease=8)]))
+    parts = [message.reply for message in messages]
     assert len(parts) > 1
+    assert [[grant.lease for grant in part.grants] for part in parts] == [[]] * (len(parts) - 1) + [[7, 8]]
     assert all(part.ByteSize() < 2 * wire.MAX_REPLY_BYTES for part in parts)
     assert [part.first_op for part in parts] == list(np.cumsum([0, *(len(part.replies) for part in parts[:-1])]))
     assert sum(len(part.replies) for part in parts) == 100
+
+
+def test_grants_that_do_not_fit_beside_the_answer_follow_it() -> None:
+    grants = [pb.Grant(lease=number, units=bytes(400_000)) for number in range(1, 6)]
+    first, *rest = wire.batch_messages(3, [pb.OpReply()], grants)
+    assert first.ByteSize() < 2 * wire.MAX_REPLY_BYTES
+    assert [grant.lease for grant in [*first.reply.grants, *(message.grant for message in rest)]] == [1, 2, 3, 4, 5]
+    assert rest
 
 
 def test_a_large_grant_comes_in_parts_and_the_last_says_that_it_ended() -> None:
@@ -225,8 +235,8 @@ def test_outcomes_have_the_same_numbers_on_both_sides() -> None:
 
 
 def test_tiers_have_the_same_names_on_both_sides() -> None:
+    from kvstore.cache.finding import NOT_NEEDED
     from kvstore.cache.messages import Tier
-    from kvstore.cache.reading import NOT_NEEDED
     from kvstore.clients.handles import TIER_NAMES
 
     assert {**{int(tier): tier.name.lower() for tier in Tier}, NOT_NEEDED: ""} == TIER_NAMES
