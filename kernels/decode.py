@@ -11,10 +11,9 @@ from kvstore.errors import GeometryError, InvalidArgument
 from kvstore.kernels.arrays import Array, describe, require_place
 from kvstore.kernels.backend import Backend
 from kvstore.kernels.layout import MAX_COUNT, DecodeArgs, SlotSpace, divisor
-from kvstore.kernels.variants import DECODE_WARPS, GROUPS, decode_variant, reduce_variant
+from kvstore.kernels.variants import DECODE_WARPS, GROUPS, Variant, decode_variant, reduce_variant
 
 MAX_GRID = 65_535  # thread blocks along a grid's second and third side: CUDA's limit
-RESIDENT_BLOCKS = 4  # decode thread blocks that share a multiprocessor: 128 threads of up to 128 registers each
 MIN_SPLIT_TOKENS = 256  # tokens of a split: with fewer, writing and reading the partial sums costs as much as it gains
 MAX_SPLITS = 128  # splits of one sequence: the second pass reads them one after the other
 ROUND_TOKENS = 64  # a split is a multiple of this many tokens: what a thread block reads in one round at most
@@ -42,13 +41,14 @@ class Splits:
     tokens: int
 
 
-def choose_splits(blocks: int, visible_tokens: int, multiprocessors: int) -> Splits:
+def choose_splits(blocks: int, visible_tokens: int, at_once: int) -> Splits:
     """Enough splits that `blocks` thread blocks for each fill the device; one where they fill it already.
 
     blocks           sequences × KV heads (× parts of a large group)
     visible_tokens   of the longest sequence
+    at_once          thread blocks that run on the device at once: multiprocessors × those that fit on one
     """
-    wanted = -(-multiprocessors * RESIDENT_BLOCKS // max(blocks, 1))
+    wanted = -(-at_once // max(blocks, 1))
     count = max(1, min(wanted, visible_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
     tokens = -(-visible_tokens // count)
     tokens = max(ROUND_TOKENS, -(-tokens // ROUND_TOKENS) * ROUND_TOKENS)
@@ -82,7 +82,7 @@ def paged_decode(
     call = _Call(slots, describe(q, slots.geometry.dtype), describe(out, slots.geometry.dtype), describe(table), describe(context))
     call.check(layer)
     visible = _visible(attention, max_context, call.entries.shape[1] * slots.geometry.block_tokens)
-    chosen = splits or choose_splits(call.batch * call.rows, visible, backend.multiprocessors)
+    chosen = splits or choose_splits(call.batch * call.rows, visible, backend.multiprocessors * call.variant.resident)
     if chosen.count < 1 or chosen.tokens < 1 or chosen.count * chosen.tokens < visible:
         raise InvalidArgument(f"{chosen} do not hold the {visible} visible tokens; use choose_splits")
     args = call.arguments(attention, chosen)
@@ -103,7 +103,7 @@ def paged_decode(
         args.partial_top = args.partial + 4 * pieces * call.dim
         args.partial_sum = args.partial_top + 4 * pieces
     shared_bytes = DECODE_WARPS * call.heads_at_once * (call.dim + 2) * ctypes.sizeof(ctypes.c_float)
-    backend.launch(decode_variant(call.dtype, call.dim, call.group), (chosen.count, call.rows, call.batch), shared_bytes, args)
+    backend.launch(call.variant, (chosen.count, call.rows, call.batch), shared_bytes, args)
     if chosen.count > 1:
         backend.launch(reduce_variant(call.dtype, call.dim), (call.q_heads, call.batch, 1), 0, args)
     del partial  # only now: it is freed in stream order, behind both launches
@@ -141,6 +141,11 @@ class _Call:
         return self.q_heads // self.slots.geometry.kv_heads
 
     @property
+    def variant(self) -> Variant:
+        """The kernel for it."""
+        return decode_variant(self.dtype, self.dim, self.group)
+
+    @property
     def heads_at_once(self) -> int:
         """Query heads that one thread block takes."""
         return min(size for size in GROUPS if size >= min(self.group, GROUPS[-1]))
@@ -159,7 +164,7 @@ class _Call:
         self.queries.require("q", self.dtype, None, None, self.dim).require_dense("q")
         if self.q_heads < geometry.kv_heads or self.q_heads % geometry.kv_heads:
             raise GeometryError(f"{self.q_heads} query heads over {geometry.kv_heads} KV heads: the second must divide the first")
-        decode_variant(self.dtype, self.dim, self.group)
+        _ = self.variant
         self.result.require("out", self.dtype, self.batch, self.q_heads, self.dim).require_dense("out")
         self.entries.require("table", "uint32", self.batch, None).require_dense("table")
         self.lengths.require("context", "int32", self.batch).require_dense("context")

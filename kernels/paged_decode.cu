@@ -243,7 +243,7 @@ __device__ __forceinline__ void load_queries(const DecodeArgs& a, int first_head
 template <class T, int D, int G>
 __device__ __forceinline__ void paged_decode(const DecodeArgs& a) {
   using R = Rows<T, D>;
-  constexpr int ROUND = G * R::VALUES > 32 ? 2 : 4;  // rows in flight a lane, of K and of V: what the registers have room for
+  constexpr int ROUND = G * R::VALUES > 32 || R::HELD > 1 ? 2 : 4;  // rows in flight a lane, of K and of V: what registers hold
   const int parts = (a.group + G - 1) / G;
   const int kv_head = blockIdx.y / parts, part = blockIdx.y % parts;
   const int heads = min(G, a.group - part * G), first_head = kv_head * a.group + part * G;

@@ -9,6 +9,8 @@ from kvstore.errors import GeometryError
 FOLDER = Path(__file__).resolve().parent
 HEAD_DIMS = (64, 80, 96, 128, 256)  # values of a head that the decode kernel is built for
 GROUPS = (1, 2, 4, 8)  # query heads that share one read of K and V; larger groups are taken in several parts
+# Decode thread blocks on a multiprocessor, by group: of 128 threads, with at most 168 registers each, or 255.
+RESIDENT_BLOCKS = {1: 3, 2: 3, 4: 3, 8: 2}
 ELEMENTS = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float"}  # C++ types by torch's names
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 VECTORS = {16: "uint4", 8: "uint2", 4: "u32", 2: "u16", 1: "u8"}  # C++ types by their bytes
@@ -20,11 +22,15 @@ _ARGS = {"paged_decode": "DecodeArgs", "decode_reduce": "DecodeArgs", "block_cop
 
 @dataclass(frozen=True, order=True)
 class Variant:
-    """One entry function: `name` is its symbol, `kernel` the template that it is made of, `parameters` the template's, in C++."""
+    """One entry function: `name` is its symbol, `kernel` the template that it is made of, `parameters` the template's, in C++.
+
+    `resident` is how many thread blocks must fit on a multiprocessor at once: it bounds the registers. 0 leaves them to the compiler.
+    """
 
     name: str
     kernel: str
     parameters: str
+    resident: int = 0
 
     @property
     def threads(self) -> int:
@@ -38,7 +44,7 @@ class Variant:
 
     def entry(self) -> str:
         """The entry function's text."""
-        bounds = f"__launch_bounds__({self.threads})"
+        bounds = f"__launch_bounds__({self.threads}, {self.resident})" if self.resident else f"__launch_bounds__({self.threads})"
         head = f'extern "C" __global__ void {bounds} {self.name}(const __grid_constant__ {self.args} a)'
         return f"{head} {{ {self.kernel}<{self.parameters}>(a); }}\n"
 
@@ -47,7 +53,8 @@ def decode_variant(dtype: str, head_dim: int, group: int) -> Variant:
     """The decode kernel for a dtype, head dim and number of query heads a KV head. Raises GeometryError where there is none."""
     _check(dtype, head_dim)
     shared = min((size for size in GROUPS if size >= group), default=GROUPS[-1])
-    return Variant(f"decode_{SHORT[dtype]}_d{head_dim}_g{shared}", "paged_decode", f"{ELEMENTS[dtype]}, {head_dim}, {shared}")
+    name, parameters = f"decode_{SHORT[dtype]}_d{head_dim}_g{shared}", f"{ELEMENTS[dtype]}, {head_dim}, {shared}"
+    return Variant(name, "paged_decode", parameters, RESIDENT_BLOCKS[shared])
 
 
 def reduce_variant(dtype: str, head_dim: int) -> Variant:
