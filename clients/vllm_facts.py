@@ -99,10 +99,14 @@ def facts_of(config: Any, groups: int, tensors: dict[str, torch.Tensor], ranks: 
 def _check_supported(config: Any, groups: int) -> None:
     parallel = config.parallel_config
     speculative = config.speculative_config
+    # vLLM 0.32 turns its own prefix cache off for these: its CPU kernels give other results after a prefix than without.
+    on_cpu = config.device_config.device_type == "cpu"
+    latent_on_cpu = config.model_config.use_mla and on_cpu and not config.cache_config.enable_prefix_caching
     for wrong, text in (
         (groups != 1, f"the model has {groups} KV cache groups; start vLLM with --disable-hybrid-kv-cache-manager"),
         (parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1, "context parallelism is not shared yet"),
         (speculative is not None and speculative.use_eagle(), "drafts that read the model's own states (eagle, mtp) are not shared yet"),
+        (latent_on_cpu, "vLLM's CPU backend does not use prefixes with latent attention (MLA), not its own either"),
         (getattr(config.cache_config, "calculate_kv_scales", False), "KV scales measured at run time are not shared; give fixed ones"),
     ):
         if wrong:

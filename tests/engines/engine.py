@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+import uuid
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,6 +82,23 @@ class Engine:
         """One greedy answer."""
         answers: list[dict[str, Any]] = self("generate", prompts=[prompt], max_tokens=max_tokens, salts=[salt] if salt else None)
         return answers[0]
+
+    def without_store(self, prompt: list[int], cached: int, max_tokens: int = 8) -> list[int]:
+        """The ids that this engine gives where the first `cached` tokens are in its own prefix cache and the rest is computed.
+
+        Under a salt of its own, of which neither the engine nor the store knows anything.
+        """
+        salt = uuid.uuid4().hex
+        if cached:
+            self.generate(prompt[: cached + 1], 1, salt)
+        answer = self.generate(prompt, max_tokens, salt)
+        assert answer["cached"] == cached, f"{answer['cached']} tokens in the engine's own cache, {cached} are wanted"
+        ids: list[int] = answer["ids"]
+        return ids
+
+    def send(self, do: str, **arguments: object) -> None:
+        """Give an order whose answer nobody will hear: the engine is killed meanwhile."""
+        self._say({"do": do, **arguments})
 
     def log(self) -> str:
         """What the child has written."""

@@ -23,6 +23,14 @@ class Child:
         self.llm = LLM(**config)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.preempted += 1
+            return preempt(*arguments, **named)
+
+        self.scheduler._preempt_request = counted
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, lora: dict[str, str] | None = None
@@ -64,6 +72,10 @@ class Child:
             "requests": len(self.scheduler.requests),
             "tracked": len(connector._scheduler._tracked) if connector else 0,
         }
+
+    def preemptions(self) -> Answer:
+        """How often a request was put off so far, over all requests that this child has seen."""
+        return self.preempted
 
     def stored(self, prompt: list[int], salt: str = "") -> Answer:
         """The SHA-256 of each block of a prompt that the store has, in chain order."""

@@ -1,0 +1,76 @@
+"""Small models with random weights, saved as an engine loads them: for what the kind of attention decides, not the text.
+
+The weights are large enough that an answer depends on every block before it: `test_vllm_models` has a control for that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+VOCABULARY = 4096  # tokens
+POSITIONS = 4096  # tokens
+SPREAD = 0.1  # standard deviation of the weights: with a model's usual 0.02 attention would hardly matter
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": SPREAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama(folder: Path) -> Path:
+    """Full attention, grouped heads."""
+    return _saved(folder, LlamaForCausalLM, LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32))
+
+
+def latent(folder: Path) -> Path:
+    """Latent attention (MLA), as DeepSeek has it."""
+    config = DeepseekV2Config(
+        **_SIZES,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=4,
+        first_k_dense_replace=3,
+    )
+    return _saved(folder, DeepseekV2ForCausalLM, config)
+
+
+def sliding(folder: Path) -> Path:
+    """Layers that see the last 200 tokens, and one that sees all."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    return _saved(
+        folder, Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, num_key_value_heads=1, head_dim=64, sliding_window=200, layer_types=kinds)
+    )
+
+
+def _saved(folder: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
+    torch.manual_seed(7)
+    model = cast(Any, kind(config)).to(torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 0.05  # or the last token alone would decide, where input and output share the table
+    model.save_pretrained(folder)
+    return folder
