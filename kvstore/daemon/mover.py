@@ -231,7 +231,7 @@ class Mover:
         ready: list[StartWrite] = []
         waiting: list[StartWrite] = []
         left_bytes = BYTES_PER_JOB
-        for write in self._writes():
+        for write in self._writes(waiting):
             if len(ready) == room or left_bytes <= 0:
                 self._held.appendleft(write)
                 break
@@ -246,11 +246,13 @@ class Mover:
         self._budget.spend(sum(self._slot_bytes(write) for write in ready))
         return WriteJob(tuple(ready))
 
-    def _writes(self) -> Iterator[StartWrite]:
-        """Those held, and then what the core has, as far as they are asked for."""
+    def _writes(self, waiting: list[StartWrite]) -> Iterator[StartWrite]:
+        """Those held, and then what the core has, as far as they are asked for; no more while some wait for their extents."""
         while True:
             while self._held:
                 yield self._held.popleft()
+            if waiting:
+                return
             self._held.extend(self._pulls.next_writes(WRITES_PER_PULL))
             if not self._held:
                 return

@@ -134,6 +134,17 @@ def test_a_job_ends_after_so_many_bytes() -> None:
         assert [transfers(job) for job in rig.mover.next_jobs(0.0)] == [list(range(blocks))]
 
 
+def test_nothing_more_is_taken_while_blocks_wait_for_their_extents() -> None:
+    rig = Rig(lanes=2)
+    rig.waiting = [write(n, extent=n // 10) for n in range(1000)]
+    rig.assign_with = {extent: assign(extent) for extent in range(100)}
+    while len(rig.waiting) > 10:
+        before = len(rig.waiting)
+        for job in rig.mover.next_jobs(0.0):
+            rig.mover.finished(job, ok(job), 0.0)
+        assert before - len(rig.waiting) <= BLOCKS_PER_JOB
+
+
 def test_the_core_is_asked_for_writes_only_when_there_is_room() -> None:
     rig = Rig(lanes=2)
     rig.waiting = [write(n) for n in range(3)]
