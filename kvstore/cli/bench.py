@@ -8,6 +8,7 @@ from kvstore.cli.main import Command
 
 # Each is a module of kvstore.bench that offers what a command offers. A new one is a line here.
 BENCHES = {
+    "kernels": "the CUDA kernels: predicted for each shape, and measured where a GPU is",
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
 }

@@ -7,6 +7,7 @@ the real one where it is installed: what is loaded is checked to be a program fo
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvstore.kernels.variants import Variant
 THREADS = {"x": 1024, "y": 1024, "z": 64}  # the most of a thread block along each side
 GRID = (2**31 - 1, 65_535, 65_535)  # the most thread blocks of a launch along each side
 SHARED_BYTES = 48 << 10  # of a thread block, without asking for more
+MEMORY_BYTES = 24 << 20  # that are free on the device
 STREAM = 0x5EED  # the current stream's handle
 
 
@@ -38,6 +40,12 @@ class DeviceArray:
     def __getitem__(self, at: Any) -> DeviceArray:
         return DeviceArray(self._memory[at])
 
+    def __setitem__(self, at: Any, value: DeviceArray) -> None:
+        self._memory[at] = value._memory
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        return DeviceArray(self._memory.reshape(*shape))
+
     def view(self, dtype: Any) -> DeviceArray:
         return DeviceArray(self._memory.view(dtype))
 
@@ -50,16 +58,62 @@ class Device:
     """One GPU."""
 
     compute_capability = "90"
-    attributes: dict[str, int] = {"MultiProcessorCount": 4}  # noqa: RUF012
+    attributes: dict[str, int] = {"MultiProcessorCount": 4, "ClockRate": 1_000_000, "L2CacheSize": 1 << 16}  # noqa: RUF012
+    mem_info = (MEMORY_BYTES, 2 * MEMORY_BYTES)
 
     def __init__(self, number: int) -> None:
         self.number = number
+
+    def synchronize(self) -> None:
+        """All work is done at once."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Nothing to give back."""
+
+
+class Stream:
+    """Work on it is done at once; a graph that is captured on it does nothing more when it is launched."""
+
+    ptr = STREAM
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self.capturing = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to give back."""
+
+    def begin_capture(self) -> None:
+        if self.capturing:
+            raise InternalFault("a capture within a capture")
+        self.capturing = True
+
+    def end_capture(self) -> Stream:
+        self.capturing = False
+        return self
+
+    def launch(self, stream: Stream) -> None:
+        if stream.capturing:
+            raise InternalFault("a graph launched while another is captured")
+
+
+class Event:
+    """A point in time."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        if not self.at:
+            raise InternalFault("an event that was not recorded is waited for")
 
 
 class FakeCuda:
@@ -72,11 +126,14 @@ class FakeCuda:
         self._keep: list[Any] = []
         self.launches: list[str] = []
         self.driver = SimpleNamespace(moduleLoadData=self._load, moduleGetFunction=self._function, launchKernel=self._launch)
-        runtime = SimpleNamespace(getDeviceCount=lambda: devices, free=lambda pointer: None)
-        stream = SimpleNamespace(ptr=STREAM)
+        runtime = SimpleNamespace(getDeviceCount=lambda: devices, free=lambda pointer: None, memcpyDeviceToDevice=3)
+        runtime.getDeviceProperties, runtime.memcpyAsync = lambda device: {"name": b"a fake"}, self._copy
+        stream = Stream()
         cuda = SimpleNamespace(is_available=lambda: devices > 0, runtime=runtime, driver=self.driver, Device=Device)
-        cuda.get_current_stream = lambda: stream
-        self.cupy = SimpleNamespace(cuda=cuda, asarray=self._upload, empty=lambda count, dtype: self._upload(np.full(count, np.nan, dtype)))
+        cuda.get_current_stream, cuda.Stream, cuda.Event = lambda: stream, Stream, Event
+        cuda.get_elapsed_time = lambda first, last: (last.at - first.at) * 1e3 + 1e-3
+        self.cupy = SimpleNamespace(cuda=cuda, asarray=self._upload, zeros=lambda shape, dtype: self._upload(np.zeros(shape, dtype)))
+        self.cupy.empty = lambda shape, dtype: self._upload(np.full(shape, 0xFF, np.uint8 if dtype == "uint8" else dtype))
 
     def modules(self, real: Callable[[str], Any]) -> Callable[[str], Any]:
         """What stands for importlib.import_module."""
@@ -85,6 +142,11 @@ class FakeCuda:
     def _upload(self, array: NDArray[Any]) -> DeviceArray:
         self._keep.append(array.copy())
         return DeviceArray(self._keep[-1])
+
+    def _copy(self, to: int, of: int, size: int, kind: int, stream: int) -> None:
+        if kind != self.cupy.cuda.runtime.memcpyDeviceToDevice or stream != STREAM:
+            raise InternalFault(f"a copy of kind {kind} on stream {stream:#x}")
+        ctypes.memmove(to, of, size)
 
     def _load(self, cubin: bytes) -> int:
         if not cubin.startswith(b"\x7fELF"):

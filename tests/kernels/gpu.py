@@ -1,0 +1,89 @@
+"""`make test-gpu`: the kernels' checks on a real GPU, then the benchmark, in one JSON. Not yet run on a GPU; rehearsed without one.
+
+    python -m tests.kernels.gpu --json gpu.json
+
+Exit status 0 if all passed, 1 if a check failed (the JSON says which), 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.bench import kernels
+from kvstore.bench.kernel_roofline import GPUS, Shape
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.kernels.backend import Backend
+from kvstore.kernels.cuda import CudaBackend
+from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, all_variants
+from tests.kernels.cases import check_decode, decode_case
+from tests.kernels.runner import run_suite
+
+GROUPS = (1, 2, 3, 4, 7, 8, 11)
+SUITES = [*(f"decode:{dtype}:{dim}:{group}" for dtype in ELEMENTS for dim in HEAD_DIMS for group in GROUPS), "copy", "write"]
+LONG_TOKENS = (5_000, 40_000)  # tokens of the longest contexts: many splits
+SEEDS = 6  # of each suite: two minutes at most, nearly all of it in numpy
+MOST_FAILURES = 20  # that are written down
+
+
+def check(backend: Backend, suites: Sequence[str], seeds: int, long_tokens: Sequence[int]) -> dict[str, Any]:
+    """Run them all; how many passed, and what failed."""
+    failed: list[str] = []
+    passed = 0
+
+    def attempt(name: str, act: Any) -> None:
+        nonlocal passed
+        try:
+            act()
+            passed += 1
+        except (AssertionError, KVStoreError, RuntimeError) as error:  # a CUDA error is CuPy's, a RuntimeError
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+
+    for suite in suites:
+        for seed in range(seeds):
+            attempt(f"{suite}, seed {seed}", lambda suite=suite, seed=seed: run_suite(backend, suite, seed))
+    for tokens in long_tokens:
+        for seed in (2, 6):  # splits as they are chosen, all tokens visible
+            attempt(
+                f"{tokens} tokens, seed {seed}",
+                lambda tokens=tokens, seed=seed: check_decode(backend, decode_case(seed, "bfloat16", 128, 4, longest=tokens)),
+            )
+    return {"passed": passed, "failed": len(failed), "failures": failed[:MOST_FAILURES]}
+
+
+def run(path: Path, suites: Sequence[str], seeds: int, long_tokens: Sequence[int], shapes: Sequence[Shape]) -> int:
+    """Check, measure, write the JSON; returns the exit status."""
+    try:
+        backend = CudaBackend()
+    except ConfigError as error:
+        print(f"make test-gpu needs a GPU: {error}", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    backend.prepare(all_variants())
+    figures: dict[str, Any] = {"compile_s": time.monotonic() - began}
+    figures["checks"] = check(backend, suites, seeds, long_tokens)
+    figures["check_s"] = time.monotonic() - began - figures["compile_s"]
+    print(f"{figures['checks']['passed']} passed, {figures['checks']['failed']} failed", *figures["checks"]["failures"], sep="\n")
+    if not figures["checks"]["failed"]:
+        figures["bench"] = kernels.report(shapes, GPUS["h100"], 0)
+    figures["all_s"] = time.monotonic() - began
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 1 if figures["checks"]["failed"] else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """All checks and the whole benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="where the figures go")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of each suite")
+    args = parser.parse_args(argv)
+    return run(args.json, SUITES, args.seeds, LONG_TOKENS, kernels.shapes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
