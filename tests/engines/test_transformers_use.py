@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.clients.client import KVClient
-from kvstore.clients.transformers import AWAY_S, PrefixCache, PrefixStore
+from kvstore.clients.patience import AWAY_S
+from kvstore.clients.transformers import PrefixCache, PrefixStore
 from kvstore.errors import InvalidArgument
 from kvstore.testing.daemon import DaemonProcess
 from tests.engines.hf import BLOCK, TOLERANCE, batch, generate, leave, logits_of, prompt
