@@ -115,7 +115,8 @@ def _tiers(figures: Figures) -> Iterator[Metric]:
 
 
 def _counts(figures: Figures) -> Iterator[Metric]:
-    outcomes = CounterMetricFamily("kvstore_operations", "Blocks or operations of sessions by outcome", labels=["operation", "outcome"])
+    text = "Blocks or operations of sessions by outcome; of an acquire also its blocks, those found and those missed"
+    outcomes = CounterMetricFamily("kvstore_operations", text, labels=["operation", "outcome"])
     for (operation, outcome), number in figures.block_counts.items():
         outcomes.add_metric([operation, outcome], number)
     transfers = CounterMetricFamily("kvstore_transfers", "Copies between tiers by result", labels=["kind", "result"])

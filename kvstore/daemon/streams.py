@@ -15,6 +15,7 @@ from kvstore import errors
 from kvstore.cache.messages import (
     Abandon,
     Acquire,
+    Acquired,
     Attach,
     BlockOutcome,
     Claim,
@@ -242,6 +243,9 @@ class SessionStream:
         match request:
             case Acquire():
                 outcome = self._hub.cache.acquire(request, self._hub.now)
+                if isinstance(outcome, Acquired):
+                    self._counts[kind, "block_hit"] += outcome.expected
+                    self._counts[kind, "block_miss"] += len(request.hashes) - outcome.expected
             case Claim():
                 outcome = self._hub.cache.claim(request)
             case Reserve():

@@ -159,8 +159,10 @@ def test_metrics_cover_tiers_calls_outcomes_and_sessions(daemon: DaemonProcess) 
     store(daemon, chain(1, 3))
     with KVClient(daemon.address) as client:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
-        with client.get(namespace, chain(1, 3)):
+        with client.get(namespace, chain(1, 3) + chain(9, 2)):
             found = metrics(daemon)
+    assert found['kvstore_operations_total{operation="acquire",outcome="block_hit"}'] == 3
+    assert found['kvstore_operations_total{operation="acquire",outcome="block_miss"}'] == 2
     assert found['kvstore_tier_bytes{class="live",tier="dram"}'] == 3 * GEOMETRY.slot_bytes
     assert found['kvstore_tier_held_bytes{tier="dram"}'] == 3 * GEOMETRY.slot_bytes
     assert found['kvstore_tier_health{state="ok",tier="nvme"}'] == 1
