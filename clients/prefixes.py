@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -28,6 +28,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
 RETRY_S = 1.0  # seconds between attempts to reach a daemon that is away: each costs a thread's wait, none the caller's
+SOON_S = 0.5  # seconds in which an attempt to attach succeeds, if it does: a caller may wait so long for it, and no longer
+QUIET_S = 2.0  # seconds in which nothing is asked after an answer did not come in time: the next requests would wait in vain too
 GRACE_S = 0.25  # seconds past an acquire's own deadline until it is taken as it is: the daemon answers at the deadline itself
 
 log = logging.getLogger("kvstore.prefixes")
@@ -44,8 +46,8 @@ class _Live:
 class PrefixLease:
     """One Acquire under way, or what it was granted: `units` one tuple a member, of the slots of the leading blocks."""
 
-    def __init__(self, live: _Live, lease: int, future: Future[Granting], deadline_at: float) -> None:
-        self._live, self._lease, self._future, self._deadline_at = live, lease, future, deadline_at
+    def __init__(self, live: _Live, lease: int, future: Future[Granting], deadline_at: float, late: Callable[[], None]) -> None:
+        self._live, self._lease, self._future, self._deadline_at, self._late = live, lease, future, deadline_at, late
         self._released = False
         self.settled = False
         self.units: tuple[tuple[int, ...], ...] = ()
@@ -71,6 +73,8 @@ class PrefixLease:
         if granting.error is None:
             self.units = tuple(tuple(int(unit) for unit in member) for member in granting.units)
         if not granting.settled:
+            if not self.blocks:
+                self._late()
             self._tell([requests.release(self._lease, keep_blocks=granting.blocks)])
         if not self.blocks:
             self.release()
@@ -103,15 +107,17 @@ class Prefixes:
         self._live: _Live | None = None
         self._connecting = False
         self._closed = False
+        self._began_at = 0.0
         self._retry_at = 0.0
+        self._quiet_until = 0.0
         self._last_error = ""
         self._channel: grpc.Channel | None = None  # made by the connecting thread: grpc does not survive a fork
 
     @property
     def connecting(self) -> bool:
-        """An attempt to attach is under way, so that an answer may be had soon."""
+        """An attempt to attach has begun a moment ago, so that an answer may be had soon."""
         with self._guard:
-            return self._connecting
+            return self._connecting and time.monotonic() < self._began_at + SOON_S
 
     def reopen(self, members: Sequence[pb.OpenNamespaceRequest]) -> None:
         """Use other namespaces from now on. Leases in hand stay what they are."""
@@ -124,7 +130,7 @@ class Prefixes:
 
     def begin(self, hashes: bytes, timeout_s: float) -> PrefixLease | None:
         """Ask for the leading blocks of packed `hashes`, to be decided within `timeout_s`. None where there is no session now."""
-        live = self._ready()
+        live = self._ready() if time.monotonic() >= self._quiet_until else None
         if live is None:
             return None
         asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * 32])
@@ -136,7 +142,7 @@ class Prefixes:
         except errors.KVStoreError:
             live.attached.drop()
             return None
-        return PrefixLease(live, lease, future, time.monotonic() + timeout_s + GRACE_S)
+        return PrefixLease(live, lease, future, time.monotonic() + timeout_s + GRACE_S, self._be_quiet)
 
     def close(self) -> None:
         """End the session."""
@@ -148,12 +154,15 @@ class Prefixes:
         if self._channel is not None:
             self._channel.close()
 
+    def _be_quiet(self) -> None:
+        self._quiet_until = time.monotonic() + QUIET_S
+
     def _ready(self) -> _Live | None:
         with self._guard:
             if self._live is not None and self._live.link.alive:
                 return self._live
             if not self._closed and not self._connecting and time.monotonic() >= self._retry_at:
-                self._connecting = True
+                self._connecting, self._began_at = True, time.monotonic()
                 before = self._live.arena if self._live else None
                 thread = threading.Thread(target=self._connect, args=(before,), name="kvstore-attach", daemon=True)
                 thread.start()

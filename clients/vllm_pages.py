@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,9 @@ class Pages:
 
         Raises GeometryError for tensors that are not in host memory, or whose pages have gaps inside.
         """
-        self._tensors = tuple(tensors.values())  # the memory lives as long as this object
+        self._tensors: tuple[Any, ...] = tuple(tensors.values())  # the memory lives as long as this object
+        if states := [type(each).__name__ for each in self._tensors if not isinstance(each, torch.Tensor)]:
+            raise GeometryError(f"the engine registered a {states[0]} for a layer: a state, not keys and values; not shared yet")
         distinct = {(each.data_ptr(), tuple(each.shape), each.stride()): each for each in tensors.values()}
         if not distinct:
             raise GeometryError("the engine registered no KV tensors; the model has no attention layers to share")
@@ -78,8 +81,6 @@ class Pages:
 
 def _page_rows(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """A layer's tensor as [blocks, page bytes] over the same memory."""
-    if not isinstance(tensor, torch.Tensor):
-        raise GeometryError(f"the engine registered a {type(tensor).__name__} for a layer: a state, not keys and values; not shared yet")
     if tensor.device.type != "cpu":
         raise GeometryError(NOT_HOST.format(device=tensor.device))
     page = tensor.permute(0, *_memory_order(tensor))

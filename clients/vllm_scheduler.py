@@ -6,6 +6,7 @@ once its result is known, so that drafts which are rejected, and what is compute
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from kvstore.clients.vllm_plan import SaveJob, StepPlan, WorkerFacts
 from kvstore.clients.vllm_requests import Tracked
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import HASH_BYTES, Identity
+
+MOMENT_S = 0.2  # seconds that others wait for blocks that are being saved; a save takes a few milliseconds, unless the daemon is ill
 
 BlockIds = Callable[[str], Sequence[int]]  # where a request's blocks lie in the engine, by its id
 
@@ -27,13 +30,13 @@ class SchedulerHalf:
         self._tracked = self.lookups.tracked
         self._saves: list[SaveJob] = []  # of requests that have ended, for the next plan
         self._finished: set[str] = set()  # requests that have ended, for the next plan
-        self._kept: set[str] = set()  # requests that have ended and whose blocks are kept until the workers report them
+        self._kept: dict[str, float] = {}  # requests that have ended and whose blocks are kept until the workers report them; since when
         self._step = 0  # the last step that was planned
 
     @property
     def keeps_blocks(self) -> bool:
-        """Blocks of requests that have ended will be free soon."""
-        return bool(self._kept)
+        """Blocks of requests that have ended will be free in a moment."""
+        return any(time.monotonic() - since < MOMENT_S for since in self._kept.values())
 
     def introduce(self, facts: Iterable[WorkerFacts]) -> None:
         """What the workers' tensors are, in the order of their ranks."""
@@ -50,7 +53,7 @@ class SchedulerHalf:
             elif not tracked.loading:
                 plan.saves.extend(_saves_of(tracked, block_ids))
         loading = any(tracked.loading for tracked in self._tracked.values())
-        plan.idle = output.total_num_scheduled_tokens == 0 and (lookups.put_off or loading or self.keeps_blocks)
+        plan.idle = output.total_num_scheduled_tokens == 0 and (lookups.put_off or loading or bool(self._kept))
         lookups.loads, self._saves, lookups.restarted, self._finished, lookups.put_off = [], [], set(), set(), False
         return plan
 
@@ -60,7 +63,8 @@ class SchedulerHalf:
             self.lookups.failed(set(output.invalid_block_ids))
         for request_id in output.finished_recving or ():
             self.lookups.loaded(request_id)
-        self._kept -= set(output.finished_sending or ())
+        for request_id in output.finished_sending or ():
+            self._kept.pop(request_id, None)
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """A request has ended. Whether its blocks must be kept until the workers report it."""
@@ -78,7 +82,7 @@ class SchedulerHalf:
         if tracked.stored_blocks == 0:
             return False
         self._finished.add(request.request_id)
-        self._kept.add(request.request_id)
+        self._kept[request.request_id] = time.monotonic()
         return True
 
     def reset(self) -> None:

@@ -22,7 +22,7 @@ from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, SaveJob, StepPlan, Wo
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import Identity
 
-IDLE_WAIT_S = 0.002  # seconds that a step without work waits for a load: the engine would only spin, and keep threads from running
+IDLE_WAIT_S = 0.001  # seconds that a step without work waits for a load: the engine would only spin, and keep threads from running
 AWAY_S = 1.0  # seconds in which nothing is saved after the daemon could not be reached
 
 log = logging.getLogger("kvstore.vllm")

@@ -5,10 +5,12 @@ The weights are large enough that an answer depends on every block before it: `t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -73,4 +75,21 @@ def _saved(folder: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) 
     with torch.no_grad():
         model.get_input_embeddings().weight *= 0.05  # or the last token alone would decide, where input and output share the table
     model.save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter for `llama`, large enough to change its answers."""
+    rank = 8
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(_SIZES["num_hidden_layers"]):
+        for part, width in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, _SIZES["hidden_size"]) * SPREAD
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, rank) * SPREAD
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
     return folder

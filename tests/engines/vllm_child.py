@@ -21,9 +21,13 @@ class Child:
         from vllm import LLM
 
         self.llm = LLM(**config)
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        self.scheduler = self.core.scheduler
         self.preempted = 0
+        client = self.llm.llm_engine.engine_core
+        if hasattr(client, "engine_core"):  # in this process
+            self._look_into(client.engine_core)
+
+    def _look_into(self, core: Any) -> None:
+        self.core, self.scheduler = core, core.scheduler
         preempt = self.scheduler._preempt_request
 
         def counted(*arguments: Any, **named: Any) -> Any:
