@@ -86,6 +86,8 @@ def keep_staging(state: State, table: SlotTable, slot_units: int) -> None:
     unassigned = int(np.count_nonzero(table.extent_slot_units == 0)) * (table.extent_units // slot_units)
     unassigned = unassigned if table.has_numbers(slot_units) else 0
     coming = table.bytes_in[SlotState.DOOMED] // (slot_units * UNIT_BYTES)
+    if not table.spare_extents:
+        state.candidates(Tier.NVME, slot_units).look_ahead(1, len(table.free.get(slot_units, ())))
     short = wanted - len(table.free.get(slot_units, ())) - unassigned - coming
     if short > 0:
         take_colder_extent(state, table, slot_units)

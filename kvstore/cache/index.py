@@ -35,7 +35,8 @@ class Index:
         self._position_mask = (1 << bits) - 1
         self._mix = (seed << 1 | 1) & _MASK64
         rows = capacity + 1
-        self.table = np.zeros(1 << bits, np.int32)
+        self.table = np.empty(1 << bits, np.int32)
+        self.table.fill(0)  # takes its memory now: keys fall anywhere, and the first thousands would each wait for a page
         self.hash = np.zeros((rows, 4), np.uint64)
         self.checksum = np.zeros((rows, 2), np.uint64)
         self.namespace = np.zeros(rows, np.int32)

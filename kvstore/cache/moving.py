@@ -21,6 +21,8 @@ def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: S
     """Up to `wanted` slots of this size, in state `becomes`. Fewer only when everything else is held."""
     table = state.tables[tier]
     got: list[int] = table.take_free_many(slot_units, wanted, becomes).tolist()
+    if not table.spare_extents:
+        state.candidates(tier, slot_units).look_ahead(wanted, len(table.free.get(slot_units, ())))
     while len(got) < wanted:
         found = assign_extent(state, table, slot_units) or take_colder_extent(state, table, slot_units)
         found = found or evict_many(state, tier, slot_units, wanted - len(got)) > 0

@@ -133,7 +133,7 @@ class SlotTable:
         self.units[first : first + count] = extent * self.extent_units + slot_units * np.arange(count, dtype=np.uint32)
         self.generation[first : first + count] = self.extent_generation[extent]
         self.state[first : first + count] = SlotState.FREE
-        self.free.setdefault(slot_units, array("i")).extend(range(first + count - 1, first - 1, -1))
+        self.free.setdefault(slot_units, array("i")).frombytes(np.arange(first + count - 1, first - 1, -1, dtype=np.int32).tobytes())
         self._move_bytes(SlotState.UNASSIGNED, SlotState.FREE, count * slot_units * UNIT_BYTES)
         return True
 
@@ -141,7 +141,8 @@ class SlotTable:
         """Give back an extent all of whose slots are free."""
         slot_units = int(self.extent_slot_units[extent])
         first, count = int(self.extent_first[extent]), self.extent_units // slot_units
-        self.free[slot_units] = array("i", [slot for slot in self.free[slot_units] if not first <= slot < first + count])
+        stack = np.array(self.free[slot_units], np.int32)
+        self.free[slot_units] = array("i", stack[(stack < first) | (stack >= first + count)].tobytes())
         self.state[first : first + count] = SlotState.UNASSIGNED
         self.extent_slot_units[extent] = 0
         self.extent_generation[extent] = self.generation[first : first + count].max()
@@ -225,7 +226,7 @@ class SlotTable:
     def free_many(self, slots: SlotIds, before: SlotState) -> None:
         """Give back many distinct slots of one size, which nobody holds, from this state."""
         self.move_many(slots, before, SlotState.FREE)
-        self.free[self.slot_units_of(int(slots[0]))].extend(array("i", slots.astype(np.int32).tobytes()))
+        self.free[self.slot_units_of(int(slots[0]))].frombytes(slots.astype(np.int32).tobytes())
 
     def held_many(self, slots: SlotIds) -> NDArray[np.bool_]:
         """`is_held` for many. [n]"""

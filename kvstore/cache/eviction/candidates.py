@@ -1,26 +1,27 @@
 """The coldest evictable slots of one size class of one tier, in order, without a structure that every use must update.
 
-A refill scans the class once and keeps the lowest ranks; the rest lies beyond the `horizon`. A slot that becomes evictable later is pushed
-only if its rank is within the horizon, and a use, which raises a rank beyond it, costs nothing here. Entries are checked when popped:
-stale ones are dropped. Each line of the policy has a list and a horizon of its own.
+A survey of the class finds the lowest ranks; the rest lies beyond the `horizon`. A slot that becomes evictable later is pushed only if its
+rank is within the horizon, and a use, which raises a rank beyond it, costs nothing here. Entries are checked when popped: stale ones are
+dropped. While a list is used up, the next survey goes on step by step. Each line of the policy has a list and a horizon of its own.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.eviction.base import LINE_BITS, Policy
+from kvstore.cache.eviction.survey import EVERY_RANK, Ranks, Survey
 from kvstore.cache.index import PINNED, Index
 from kvstore.cache.slots import SlotState, SlotTable
 
-MIN_KEPT = 256  # candidates: fewer would make a refill's scan too frequent
+MIN_KEPT = 256  # candidates: fewer would make a survey too frequent
 MAX_KEPT = 65_536  # candidates: 2.5 MB of heap
-KEPT_SHARE = 16  # one in so many slots is kept, so that a scan is paid back by as many evictions
+KEPT_SHARE = 16  # one in so many slots is kept, so that a survey is paid back by as many evictions
 _PINNED_RANK = 1 << 60  # pinned blocks come after all others
-_EVERY_RANK = (1 << 62) - 1  # a horizon beyond all ranks
 _LIVE = int(SlotState.LIVE)  # state: a plain number, for the loop that passes thousands of slots
 _SLOT_BITS = 32  # an entry is rank << 32 | slot
 
@@ -28,12 +29,15 @@ _SLOT_BITS = 32  # an entry is rank << 32 | slot
 class _Line:
     """The coldest slots of one line."""
 
-    __slots__ = ("barren", "heap", "horizon")
+    __slots__ = ("barren", "heap", "horizon", "pace", "pops", "survey")
 
     def __init__(self) -> None:
         self.heap: list[int] = []
         self.horizon = -1  # the heap lists every evictable slot of this rank or a lower one
-        self.barren = False  # the last scan found nothing, and nothing has become evictable since
+        self.barren = False  # there was nothing to list, and nothing has become evictable since
+        self.survey: Survey | None = None  # of what lies beyond the horizon
+        self.pops = 0  # entries popped since the survey began
+        self.pace = 0  # pops a step of the survey: it is done before the heap is empty
 
 
 class Candidates:
@@ -55,10 +59,12 @@ class Candidates:
             and not self._index.children_at[table.tier][table.row_at[slot]]
         )
 
-    def _evictable_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _evictable_of(self, slots: NDArray[np.int32] | slice) -> NDArray[np.int32]:
+        """Those of the slots, or of a slice of all, that are evictable. [n]"""
         table = self._table
-        slots = slots[(table.state[slots] == SlotState.LIVE) & (table.holds[slots] == 0) & (table.transfers[slots] == 0)]
-        leaves: NDArray[np.int32] = slots[self._index.children[table.tier][table.row[slots]] == 0]
+        free = (table.state[slots] == SlotState.LIVE) & (table.holds[slots] == 0) & (table.transfers[slots] == 0)
+        found = np.flatnonzero(free).astype(np.int32) + np.int32(slots.start) if isinstance(slots, slice) else slots[free]
+        leaves: NDArray[np.int32] = found[self._index.children[table.tier][table.row[found]] == 0]
         return leaves
 
     def all_evictable(self) -> NDArray[np.int32]:
@@ -76,11 +82,10 @@ class Candidates:
     def _line(self, rank: int) -> _Line:
         return self._lines[min(rank >> LINE_BITS, self._last)]
 
-    def _within(self, ranks: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which ranks lie within the horizon of their line; all do where it is barren, which a slot from another line ends. [n]"""
-        if not self._last:
-            return ranks <= self._lines[0].horizon
-        return ranks <= np.array([_EVERY_RANK if line.barren else line.horizon for line in self._lines])[self._line_of(ranks)]
+    def _concerns(self, ranks: Ranks) -> NDArray[np.bool_]:
+        """Which ranks lie within the horizon of their line, or of its survey; all where it is barren: another line's slot ends that."""
+        limits = [EVERY_RANK if line.barren else line.horizon if line.survey is None else line.survey.limit for line in self._lines]
+        return ranks <= (np.array(limits)[self._line_of(ranks)] if self._last else limits[0])
 
     def _line_of(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         lines: NDArray[np.int64] = np.minimum(ranks >> LINE_BITS, self._last)
@@ -94,13 +99,22 @@ class Candidates:
         if rank <= line.horizon:
             heapq.heappush(line.heap, rank << _SLOT_BITS | slot)
             if len(line.heap) > 2 * MAX_KEPT:
-                line.heap, line.horizon = [], -1
+                self._shorten(line)
+        elif line.survey is not None:
+            line.survey.note(slot, rank)
+
+    def _shorten(self, line: _Line) -> None:
+        """Keep the coldest of a list that has become too long. What the survey has found begins beyond the old horizon: it starts anew."""
+        line.heap.sort()
+        line.horizon = (line.heap[MAX_KEPT] >> _SLOT_BITS) - 1
+        line.heap = line.heap[: bisect.bisect_left(line.heap, (line.horizon + 1) << _SLOT_BITS)]
+        self._begin_survey(self._lines.index(line))
 
     def used(self, slot: int) -> None:
         """The slot's rank rose; mostly beyond the horizon."""
         rank = self._policy.rank(slot)
         line = self._line(rank)
-        if (rank <= line.horizon or line.barren) and self.evictable(slot):
+        if (rank <= line.horizon or line.barren or line.survey is not None) and self.evictable(slot):
             self.expose(slot)
 
     def expose_many(self, slots: NDArray[np.int32]) -> None:
@@ -111,13 +125,14 @@ class Candidates:
         ranks = self.ranks(slots)
         for line in np.unique(self._line_of(ranks)).tolist() if self._last else (0,):
             self._lines[line].barren = False
-        for slot in slots[self._within(ranks)].tolist():
+        for slot in slots[self._concerns(ranks)].tolist():
             self.expose(slot)
 
     def used_many(self, slots: NDArray[np.int32]) -> None:
         """`used` for many."""
-        for slot in slots[self._within(self._policy.ranks(slots))].tolist():
-            self.used(slot)
+        concerned = slots[self._concerns(self._policy.ranks(slots))]
+        if concerned.size:
+            self.expose_many(concerned)
 
     def pop(self) -> int:
         """The coldest evictable slot, no longer listed; 0 when there is none."""
@@ -159,6 +174,8 @@ class Candidates:
         while not line.barren:
             while line.heap:
                 entry = heapq.heappop(line.heap)
+                if line.survey is not None:
+                    self._go_on(number, line.survey)
                 slot = entry & ((1 << _SLOT_BITS) - 1)
                 if self.evictable(slot) and self.rank(slot) == entry >> _SLOT_BITS:
                     return slot
@@ -166,27 +183,76 @@ class Candidates:
         return 0
 
     def refill(self) -> None:
-        """List the coldest of every line again, by a scan each."""
-        for number in range(len(self._lines)):
+        """Survey every line from its coldest slot on, and list what was found."""
+        for number, line in enumerate(self._lines):
+            line.heap, line.horizon, line.survey = [], -1, None
             self._refill(number)
 
+    def look_ahead(self, wanted: int, free: int) -> None:
+        """The class has only `free` more slots, of which `wanted` are being taken: be done with the first survey before they are gone."""
+        for number, line in enumerate(self._lines):
+            if line.heap or line.barren:
+                continue
+            survey = line.survey or self._begin_survey(number)
+            steps = 1 + survey.steps * wanted // max(1, free) if survey.steps > 1 else 0
+            while steps and not survey.done:
+                survey.step()
+                steps -= 1
+
+    def _begin_survey(self, number: int) -> Survey:
+        table, line = self._table, self._lines[number]
+        extents = np.flatnonzero(table.extent_slot_units == self._slot_units)
+        each = table.extent_units // self._slot_units
+        keep = min(MAX_KEPT, max(MIN_KEPT, len(extents) * each // KEPT_SHARE))
+        ranges = ((int(table.extent_first[extent]), each) for extent in extents.tolist())
+        survey = Survey(ranges, lambda slots: self._in_line(slots, number), line.horizon, keep)
+        line.survey, line.pops, line.pace = survey, 0, max(1, len(line.heap) // (survey.steps + 1))
+        return survey
+
+    def _in_line(self, slots: NDArray[np.int32] | slice, number: int) -> tuple[NDArray[np.int32], Ranks]:
+        """Which of the slots are evictable, of this class and in this line; and their ranks."""
+        leaves = self._evictable_of(slots)
+        leaves = leaves[self._table.extent_slot_units[self._table.units[leaves] // self._table.extent_units] == self._slot_units]
+        ranks = self.ranks(leaves)
+        if not self._last:
+            return leaves, ranks
+        mine = self._line_of(ranks) == number
+        return leaves[mine], ranks[mine]
+
+    def _go_on(self, number: int, survey: Survey) -> None:
+        """A pop's share of the survey of a large class."""
+        line = self._lines[number]
+        line.pops += 1
+        if line.pops % line.pace:
+            return
+        if survey.done:
+            self._take_over(number, survey)
+        else:
+            survey.step()
+
     def _refill(self, number: int) -> None:
-        """List the coldest of a line again, by a scan. Later uses rank beyond it."""
+        """The list is used up: do what is left of the survey at once."""
+        survey = self._lines[number].survey or self._begin_survey(number)
+        while not survey.done:
+            survey.step()
+        self._take_over(number, survey)
+
+    def _take_over(self, number: int, survey: Survey) -> None:
+        """List what a survey found. Later uses rank beyond it."""
         self._policy.advance()
-        line, slots = self._lines[number], self.all_evictable()
-        ranks = self.ranks(slots)
-        if self._last:
-            mine = self._line_of(ranks) == number
-            slots, ranks = slots[mine], ranks[mine]
-        keep = min(MAX_KEPT, max(MIN_KEPT, len(slots) // KEPT_SHARE))
-        line.barren = not len(slots)
-        line.horizon = -1 if line.barren else int(np.partition(ranks, keep)[keep] if len(slots) > keep else ranks.max())
-        within = np.flatnonzero(ranks <= line.horizon)
-        if len(within) > 2 * keep:  # very many share the last rank: leave them for the next scan, unless there is no other
-            lower = np.flatnonzero(ranks < line.horizon)
-            within, line.horizon = (lower, line.horizon - 1) if lower.size else (within, line.horizon)
-        slots, ranks = slots[within], ranks[within]
-        line.heap = sorted((int(rank) << _SLOT_BITS) | int(slot) for rank, slot in zip(ranks, slots, strict=True))
+        line = self._lines[number]
+        slots, ranks = survey.finish()
+        line.heap = sorted(line.heap + _entries(slots, ranks))
+        if survey.limit < EVERY_RANK:
+            line.horizon = survey.limit
+        elif len(ranks):
+            line.horizon = max(line.horizon, int(ranks.max()))
+        line.survey = None
+        line.barren = not line.heap and survey.limit == EVERY_RANK
+        if line.barren:
+            line.horizon = -1
+        elif survey.steps > 1:
+            self._begin_survey(number)
 
     def missing(self) -> NDArray[np.int32]:
         """Evictable slots that a heap should list and does not (rule: progress). For the invariants."""
@@ -199,3 +265,11 @@ class Candidates:
             if (line.barren or rank <= line.horizon) and (rank << _SLOT_BITS | slot) not in listed:
                 gone.append(slot)
         return np.array(gone, np.int32)
+
+
+def _entries(slots: NDArray[np.int32], ranks: Ranks) -> list[int]:
+    """Rank and slot as one number each, in order where they are small."""
+    if not len(ranks) or ranks.max() >> (63 - _SLOT_BITS):
+        return [rank << _SLOT_BITS | slot for rank, slot in zip(ranks.tolist(), slots.tolist(), strict=True)]
+    entries: list[int] = np.sort(ranks << _SLOT_BITS | slots).tolist()
+    return entries
