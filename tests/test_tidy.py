@@ -24,7 +24,7 @@ FOUNDATION = ("errors", "hashing", "geometry", "capacity", "config", "proto", "d
 MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck"),
-    "kernels": ("tiers", "worker", "clients", "bench"),
+    "kernels": ("tiers", "worker", "clients", "bench", "testing"),
     "native": ("cache", "daemon"),
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
@@ -40,8 +40,9 @@ LIGHT = ("daemon", "cache", *FOUNDATION)  # what never imports them, not even in
 EDGES = ("clients", "tiers", "kernels", "cli")
 # What is imported by users, by name at run time, or run as a script, rather than by another module.
 ENTRY_POINTS = (
-    r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
+    r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore\.bench\.peers\.drive\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
     r"|kvstore\.clients\.(client|aio|vllm|sglang|transformers)|kvstore\.kernels\.(decode|copying|writing|host|cuda)"
+    r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)"
 )
 # A unit in a name: one of these words, or the plural of what is counted. In a comment: one, or what is counted and a colon.
 UNIT_WORDS = r"(?i)\b(bytes?|[kmgt]ib|s|ms|seconds?|minutes?|days?|bits?|tokens?|blocks?|slots?|units?|lines?|status|version|port|mode)\b"

@@ -1,4 +1,6 @@
-"""`make test-gpu`: the kernels' checks on a real GPU, then the benchmark, in one JSON. Not yet run on a GPU; rehearsed without one.
+"""`make test-gpu`: on a real GPU the kernels' checks, memory shared by processes, and the benchmark, in one JSON.
+
+Not yet run on a GPU; rehearsed without one.
 
     python -m tests.kernels.gpu --json gpu.json
 
@@ -10,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,11 @@ from kvstore.bench.kernel_roofline import GPUS, Shape
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.kernels.backend import Backend
 from kvstore.kernels.cuda import CudaBackend
+from kvstore.kernels.driver import CudaDriver, LibCuda
 from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, all_variants
 from tests.kernels.cases import check_decode, decode_case
 from tests.kernels.runner import run_suite
+from tests.tiers.hbm_owner import check_sharing
 
 GROUPS = (1, 2, 3, 4, 7, 8, 11)
 SUITES = [*(f"decode:{dtype}:{dim}:{group}" for dtype in ELEMENTS for dim in HEAD_DIMS for group in GROUPS), "copy", "write"]
@@ -56,7 +62,27 @@ def check(backend: Backend, suites: Sequence[str], seeds: int, long_tokens: Sequ
     return {"passed": passed, "failed": len(failed), "failures": failed[:MOST_FAILURES]}
 
 
-def run(path: Path, suites: Sequence[str], seeds: int, long_tokens: Sequence[int], shapes: Sequence[Shape]) -> int:
+def shared(driver: Callable[[], CudaDriver], *flags: str) -> dict[str, Any]:
+    """Two processes share GPU memory, and one goes on after the other was killed; or why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return check_sharing(driver(), Path(folder) / "hbm-0.sock", *flags)
+        except (AssertionError, KVStoreError, OSError) as error:
+            return {"shared": False, "failure": f"{type(error).__name__}: {error}"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to check and to measure."""
+
+    suites: Sequence[str]
+    seeds: int
+    long_tokens: Sequence[int]
+    shapes: Sequence[Shape]
+    share: Callable[[], dict[str, Any]]
+
+
+def run(path: Path, work: Work) -> int:
     """Check, measure, write the JSON; returns the exit status."""
     try:
         backend = CudaBackend()
@@ -66,14 +92,16 @@ def run(path: Path, suites: Sequence[str], seeds: int, long_tokens: Sequence[int
     began = time.monotonic()
     backend.prepare(all_variants())
     figures: dict[str, Any] = {"compile_s": time.monotonic() - began}
-    figures["checks"] = check(backend, suites, seeds, long_tokens)
+    figures["checks"] = check(backend, work.suites, work.seeds, work.long_tokens)
+    figures["sharing"] = work.share()
     figures["check_s"] = time.monotonic() - began - figures["compile_s"]
-    print(f"{figures['checks']['passed']} passed, {figures['checks']['failed']} failed", *figures["checks"]["failures"], sep="\n")
-    if not figures["checks"]["failed"]:
-        figures["bench"] = kernels.report(shapes, GPUS["h100"], 0)
+    failed = figures["checks"]["failed"] + (not figures["sharing"]["shared"])
+    print(f"{figures['checks']['passed']} passed, {failed} failed", *figures["checks"]["failures"], figures["sharing"], sep="\n")
+    if not failed:
+        figures["bench"] = kernels.report(work.shapes, GPUS["h100"], 0)
     figures["all_s"] = time.monotonic() - began
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 1 if figures["checks"]["failed"] else 0
+    return 1 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="where the figures go")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each suite")
     args = parser.parse_args(argv)
-    return run(args.json, SUITES, args.seeds, LONG_TOKENS, kernels.shapes())
+    return run(args.json, Work(SUITES, args.seeds, LONG_TOKENS, kernels.shapes(), lambda: shared(LibCuda)))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,25 @@ import pytest
 from kvstore.bench import kernel_measure, kernels
 from kvstore.bench.kernel_roofline import GPUS, Shape, layers_past_cache, predict_copy, predict_decode, splits_of
 from kvstore.cli.main import main
+from kvstore.errors import ConfigError
 from kvstore.kernels import cuda
+from kvstore.kernels.driver import CudaDriver
 from kvstore.kernels.variants import all_variants
+from kvstore.testing import fake_cuda
 from tests.kernels import gpu
 from tests.kernels.fake_cupy import FakeCuda, not_compiled
+from tests.kernels.gpu import Work
+
+
+def driver_of_fake() -> CudaDriver:
+    """In libcuda's place."""
+    return fake_cuda.FakeCuda()
+
+
+def no_driver() -> CudaDriver:
+    """A machine without one."""
+    raise ConfigError("no driver")
+
 
 SMALL = [Shape("small", 8, 2, 64, 2, 2, 64), Shape("large", 8, 2, 64, 2, 64, 1 << 20)]
 EIGHT_B = Shape("llama-3-8b", 32, 8, 128, 32, 16, 8192)
@@ -35,9 +50,11 @@ def fake(built: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> FakeCud
 
 
 def test_the_script_checks_measures_and_writes_one_json(fake: FakeCuda, tmp_path: Path) -> None:
-    assert gpu.run(tmp_path / "gpu.json", ["decode:bfloat16:64:4", "copy", "write"], 1, [300], SMALL) == 0
+    work = Work(["decode:bfloat16:64:4", "copy", "write"], 1, [300], SMALL, lambda: gpu.shared(driver_of_fake, "--fake"))
+    assert gpu.run(tmp_path / "gpu.json", work) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["checks"] == {"passed": 5, "failed": 0, "failures": []}
+    assert found["sharing"] == {"shared": True, "outlives_its_owner": True}
     small, large = found["bench"]["decode"]
     assert found["bench"]["measured"]
     assert small["measured"]["seconds"] > 0
@@ -51,10 +68,12 @@ def test_the_script_checks_measures_and_writes_one_json(fake: FakeCuda, tmp_path
 
 def test_a_failed_check_is_named_and_nothing_is_measured(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake.driver, "launchKernel", lambda *_: None)  # a driver that does nothing
-    assert gpu.run(tmp_path / "gpu.json", ["decode:bfloat16:64:4", "write"], 1, [], SMALL) == 1
+    work = Work(["decode:bfloat16:64:4", "write"], 1, [], SMALL, lambda: gpu.shared(no_driver))
+    assert gpu.run(tmp_path / "gpu.json", work) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["checks"]["failed"] == 2
     assert "decode:bfloat16:64:4, seed 0" in found["checks"]["failures"][0]
+    assert "ConfigError: no driver" in found["sharing"]["failure"]
     assert "bench" not in found
 
 
