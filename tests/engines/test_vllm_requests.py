@@ -50,6 +50,14 @@ def fresh(engine: Engine) -> None:
     assert engine("reset")
 
 
+def test_settings_under_which_it_cannot_work_are_refused(engine: Engine) -> None:
+    """The connector is also found by its name alone, as a plugin of vLLM."""
+    assert engine("construct") == ""
+    assert "kv_load_failure_policy is 'fail': set it to 'recompute'" in engine("construct", kv_load_failure_policy="fail")
+    assert "set it to 'kv_both'" in engine("construct", kv_role="kv_producer")
+    assert "'adress' is unknown" in engine("construct", kv_connector_extra_config={"adress": "x"})
+
+
 def test_salts_do_not_see_each_other(engine: Engine) -> None:
     """Case 14 of a kind: two salts in turn never hit each other's blocks; each hits its own."""
     text = tokens(1, 400)

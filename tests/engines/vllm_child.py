@@ -103,6 +103,29 @@ class Child:
 
         return vars(get_kv_transfer_group()._facts)
 
+    def construct(self, **changed: Any) -> Answer:
+        """Make a connector by its registered name, with some settings changed; what it says where it refuses, else ""."""
+        import copy
+
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from kvstore.clients.vllm import register
+        from kvstore.errors import KVStoreError
+
+        register()
+        register()
+        config = copy.copy(self.llm.llm_engine.vllm_config)
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        config.kv_transfer_config.kv_connector, config.kv_transfer_config.kv_connector_module_path = "KVStoreConnector", None
+        for name, value in changed.items():
+            setattr(config.kv_transfer_config, name, value)
+        try:
+            KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, self.scheduler.kv_cache_config).shutdown()
+        except KVStoreError as error:
+            return str(error)
+        return ""
+
     def fail(self, blocks: list[int]) -> Answer:
         """From now on the loads of these blocks of every load fail (see faulty.py)."""
         from tests.engines import faulty
