@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvstore.clients.client import KVClient
 from kvstore.clients.patience import AWAY_S
 from kvstore.clients.transformers import PrefixCache, PrefixStore
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.testing.daemon import DaemonProcess
 from tests.engines.hf import BLOCK, TOLERANCE, batch, generate, leave, logits_of, prompt
 from tests.engines.test_transformers_kinds import small
@@ -187,4 +187,20 @@ def test_a_daemon_killed_while_blocks_are_read_changes_no_answer(
 
     monkeypatch.setattr(prefixes, "_gathered", strike)
     cache: PrefixCache = prefixes.load(ids, mask)
+    assert (logits_of(model, ids, mask, cache) - logits_of(model, ids, mask)).abs().max() <= TOLERANCE
+
+
+def test_where_the_arena_cannot_be_mapped_blocks_go_over_grpc(
+    prefixes: PrefixStore, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unavailable("no shared memory with that machine")
+
+    monkeypatch.setattr("kvstore.clients.link.Arena", refuse)
+    tokens = prompt(60, seed=12)
+    leave(prefixes, tokens)
+    ids, mask = batch([tokens])
+    cache = prefixes.load(ids, mask)
+    assert prefixes._client._attached is None
+    assert cache.hit_tokens == (48,)
     assert (logits_of(model, ids, mask, cache) - logits_of(model, ids, mask)).abs().max() <= TOLERANCE
