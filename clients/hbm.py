@@ -95,6 +95,6 @@ class ImportedPool:
 def _number(driver: CudaDriver, uuid: str) -> int:
     """The number that this process has for a GPU."""
     for device in range(driver.devices()):
-        if driver.facts(device).uuid == uuid:
+        if driver.uuid(device) == uuid:
             return device
     raise ConfigError(f"this process does not see the GPU {uuid} that the daemon keeps blocks on; check CUDA_VISIBLE_DEVICES")

@@ -1,8 +1,8 @@
 """The CUDA driver, as far as blocks in GPU memory need it: one protocol, and libcuda behind it. Nothing here decides anything.
 
-Every call names its device and makes that device's primary context current in the calling thread, so any thread may call. Addresses
-and handles are plain integers. A call that fails raises CudaError. Not yet run on a GPU; the tests check the structures and names
-against cuda.h, and the tier against `kvstore.testing.fake_cuda`, which has the same protocol and checks the driver's rules.
+Calls make their device's primary context current in the calling thread, so any thread may call; addresses and handles are integers. A
+call that fails raises CudaError. Not yet run on a GPU: the tests check structures and names against cuda.h, and the tier against
+`kvstore.testing.fake_cuda`, which has the same protocol and checks the driver's rules.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class CudaError(Unavailable):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A GPU: its UUID is the same in every process, its number is not. `descriptors`: whether memory can be shared as descriptors."""
+    """A GPU. `descriptors`: whether its memory can be shared as descriptors."""
 
     name: str
-    uuid: str
     total_bytes: int
     free_bytes: int
     granularity_bytes: int
@@ -52,8 +51,11 @@ class CudaDriver(Protocol):
     def devices(self) -> int:
         """How many GPUs this process sees."""
 
+    def uuid(self, device: int) -> str:
+        """The same in every process, unlike the number. Makes no context: asking takes no memory there."""
+
     def facts(self, device: int) -> DeviceFacts:
-        """What the driver says of one."""
+        """What the driver says of one that is to be used."""
 
     def create(self, device: int, size_bytes: int) -> int:
         """Memory that can be exported; a handle. Its size is a multiple of the granularity."""
@@ -127,12 +129,7 @@ class _Location(ctypes.Structure):
 
 
 class _AllocationFlags(ctypes.Structure):
-    _fields_ = [
-        ("compression", ctypes.c_ubyte),
-        ("rdma", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    ]
+    _fields_ = [("bytes", ctypes.c_ubyte * 2), ("usage", ctypes.c_ushort), ("reserved", ctypes.c_ubyte * 4)]
 
 
 class AllocationProperties(ctypes.Structure):
@@ -180,18 +177,23 @@ class LibCuda:
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
 
+    def uuid(self, device: int) -> str:
+        """See `CudaDriver`."""
+        found = (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid_v2", found, device)
+        return bytes(found).hex()
+
     def facts(self, device: int) -> DeviceFacts:
         """See `CudaDriver`."""
         self._enter(device)
-        name, uuid = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
+        name = ctypes.create_string_buffer(256)
         free, total, granularity = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuDeviceGetName", name, 256, device)
-        self._call("cuDeviceGetUuid_v2", uuid, device)
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         descriptors = all(self._attribute(device, attribute) for attribute in _MULTIPROCESS_DESCRIPTORS)
         if descriptors:
             self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(_properties(device)), 1)
-        return DeviceFacts(name.value.decode(), bytes(uuid).hex(), total.value, free.value, granularity.value or 2 << 20, descriptors)
+        return DeviceFacts(name.value.decode(), total.value, free.value, granularity.value or 2 << 20, descriptors)
 
     def create(self, device: int, size_bytes: int) -> int:
         """See `CudaDriver`."""

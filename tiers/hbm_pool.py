@@ -23,7 +23,7 @@ class DevicePool:
     def __init__(self, driver: CudaDriver, device: int, size_bytes: int) -> None:
         self.driver, self.device = driver, device
         facts = driver.facts(device)
-        self.uuid = facts.uuid
+        self.uuid = driver.uuid(device)
         self.size_bytes = -(-size_bytes // facts.granularity_bytes) * facts.granularity_bytes
         if self.size_bytes > facts.free_bytes - LEFT_FREE_BYTES:
             raise ConfigError(_too_little(device, facts.name, self.size_bytes, facts.free_bytes))

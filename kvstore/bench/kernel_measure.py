@@ -104,6 +104,8 @@ def measure_copy(meter: Meter, shape: Shape) -> Figures:
     """Blocks of all layers from an engine's tensors ([2, block, token, head, dim] a layer) to slots, and back."""
     backend, geometry = meter.backend, shape.geometry(shape.layers)
     count = int(min(COPY_BLOCKS, USED * meter.free_bytes // 3 // geometry.slot_bytes))
+    if count == 0:
+        return {"left_out": f"a block takes {geometry.slot_bytes} bytes three times, {meter.free_bytes} are free"}
     arena = _noise(meter, count * geometry.slot_bytes)
     layer = (2, count, shape.block_tokens, shape.kv_heads, shape.head_dim)
     tensors = [meter.cupy.zeros(layer, "uint16") for _ in range(shape.layers)]

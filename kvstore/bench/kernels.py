@@ -119,8 +119,9 @@ def _measure(meter: Any, chosen: Sequence[Shape], figures: dict[str, Any]) -> No
         head = f"{shape.model:<12} batch {shape.batch:>3} context {shape.context:>6}"
         print(f"{head} {predicted:>12} {taken[0]:>12} {share:>8.2f} {taken[1]:>12}")
     for line, (model, facts) in zip(figures["copy"], MODELS.items(), strict=True):
-        line["measured"] = measure_copy(meter, Shape(model, *facts, 1, 16))
-        print(f"copy, {model}: gather {line['measured']['gather_of_copy']:.2f} of copy, scatter {line['measured']['scatter_of_copy']:.2f}")
+        found = line["measured"] = measure_copy(meter, Shape(model, *facts, 1, 16))
+        shares = [f"{name} {found[f'{name}_of_copy']:.2f} of copy" for name in ("gather", "scatter") if f"{name}_of_copy" in found]
+        print(f"copy, {model}: {', '.join(shares) or 'left out'}")
     figures["write"] = {model: measure_write(meter, Shape(model, *facts, 64, 16)) for model, facts in MODELS.items()}
 
 

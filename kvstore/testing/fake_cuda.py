@@ -69,11 +69,16 @@ class FakeCuda:
         """See `CudaDriver`."""
         return self._count
 
+    def uuid(self, device: int) -> str:
+        """See `CudaDriver`."""
+        self._begin("uuid", device)
+        return f"gpu-{device}"
+
     def facts(self, device: int) -> DeviceFacts:
         """See `CudaDriver`."""
         self._begin("facts", device)
         free = self._mappings.free_bytes(device)
-        return DeviceFacts("fake", f"gpu-{device}", self._memory_bytes, free, GRANULARITY_BYTES, self._descriptors)
+        return DeviceFacts("fake", self._memory_bytes, free, GRANULARITY_BYTES, self._descriptors)
 
     def create(self, device: int, size_bytes: int) -> int:
         """See `CudaDriver`."""

@@ -23,7 +23,7 @@ from kvstore.kernels.variants import Variant
 THREADS = {"x": 1024, "y": 1024, "z": 64}  # the most of a thread block along each side
 GRID = (2**31 - 1, 65_535, 65_535)  # the most thread blocks of a launch along each side
 SHARED_BYTES = 48 << 10  # of a thread block, without asking for more
-MEMORY_BYTES = 24 << 20  # that are free on the device
+MEMORY_BYTES = 8 << 20  # that are free on the device
 STREAM = 0x5EED  # the current stream's handle
 
 
