@@ -25,7 +25,7 @@ MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck"),
     "kernels": ("tiers", "worker", "clients", "bench", "testing"),
-    "native": ("cache", "daemon"),
+    "native": ("cache", "daemon", "tiers", "bench"),
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
     "worker": ("cli",),

@@ -256,6 +256,9 @@ def _older_copies(namespaces: NDArray[np.uint32], hashes: NDArray[np.uint64]) ->
     """Among blocks in order of age, those whose (namespace, hash) comes again later."""
     older = np.zeros(len(namespaces), dtype=np.bool_)
     keys = hashes[:, 0] ^ (namespaces.astype(np.uint64) << np.uint64(32))
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return older
     order = np.argsort(keys, kind="stable")
     sorted_keys = keys[order]
     first = np.flatnonzero(sorted_keys[1:] == sorted_keys[:-1])  # candidates: 64 bits that agree, compared in full below

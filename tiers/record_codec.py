@@ -10,6 +10,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.native.records import record_checks
+
 Records = NDArray[np.void]  # of dtype RECORD
 Words = NDArray[np.uint64]
 
@@ -83,7 +85,11 @@ def _checks(records: Records) -> Words:
 
     The mix is one-to-one, so damage within one word always shows; anything wider passes once in 2**64. Not against forgery.
     """
-    mixed = _mix(_words(records)[:, :-1] + _KEYS)
+    words = _words(records)
+    compiled = record_checks(words)
+    if compiled is not None:
+        return compiled
+    mixed = _mix(words[:, :-1] + _KEYS)
     return _mix(mixed.sum(axis=1, dtype=np.uint64))
 
 

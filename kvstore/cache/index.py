@@ -122,6 +122,15 @@ class Index:
         spread = (namespace * 0x9E3779B97F4A7C15) & _MASK64
         return (((word ^ spread) * self._mix) & _MASK64) >> self._shift
 
+    def scrambled(self, namespaces: Rows, hashes: Hashes) -> NDArray[np.uint64]:
+        """One word a key, the same for the same key; of different ones nearly never, whoever chose them: the factors are secret."""
+        factors = [_splitmix((self._mix + place) & _MASK64) | 1 for place in range(5)]
+        words = namespaces.astype(np.uint64) * np.uint64(factors[4])
+        for place in range(4):
+            half = hashes[:, place]
+            words += (half ^ (half >> np.uint64(32))) * np.uint64(factors[place])
+        return words ^ (words >> np.uint64(29))
+
     # ---- adding and dropping rows
 
     def add(self, namespace: int, hashes: Hashes) -> Rows:
@@ -267,3 +276,10 @@ class Index:
     def rows(self) -> Rows:
         """All rows in use, ghosts included, in no order."""
         return np.flatnonzero(self.namespace[: self._fresh]).astype(np.int32)
+
+
+def _splitmix(word: int) -> int:
+    """SplitMix64's finaliser: every bit of the answer hangs on every bit of the word."""
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK64
+    return word ^ word >> 31

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +49,7 @@ def recover(state: State, found: Recovered) -> int:
     above = _parents(state, namespaces, parents)
     if len(rows):
         index.link_all(rows, above)
-        np.add.at(index.children[Tier.NVME], above, 1)
+        index.children[Tier.NVME] += np.bincount(above, minlength=index.capacity + 1).astype(np.int32)
     for piece in np.array_split(slots, AGES):  # they came oldest first
         state.policies[Tier.NVME].inserted_many(piece)
         state.policies[Tier.NVME].advance()
@@ -61,9 +63,10 @@ def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]
     """Cut each extent into the size of the first block found in it; blocks of another size there get slot 0."""
     extents = units // nvme.extent_units
     inside = (extents < nvme.extent_count) & (slot_units > 0)
-    first_of, first_at = np.unique(extents[inside], return_index=True)
-    for extent, size in zip(first_of.tolist(), slot_units[inside][first_at].tolist(), strict=True):
-        nvme.assign(extent, size)
+    size_of = np.zeros(nvme.extent_count, np.int32)
+    size_of[extents[inside][::-1]] = slot_units[inside][::-1]  # of several values the last one stays
+    for extent in np.flatnonzero(size_of).tolist():
+        nvme.assign(extent, int(size_of[extent]))
     slots = np.where(inside, nvme.locate_all(units), 0)
     size_there = nvme.extent_slot_units[np.where(inside, extents, 0)]
     return np.where(size_there == slot_units, slots, 0).astype(np.int32)
@@ -72,16 +75,26 @@ def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]
 def _usable(state: State, found: Recovered, slots: SlotIds) -> NDArray[np.bool_]:
     """Blocks with a slot of their own and a key of their own, as many as the index holds (with room for their parents' ghosts)."""
     good = slots > 0
-    keys, parents = _packed(found.namespaces, found.hashes), _packed(found.namespaces, found.parents)
-    for first in (np.unique(keys, return_index=True)[1], np.unique(slots, return_index=True)[1]):
-        once = np.zeros(len(slots), bool)
-        once[first] = True
-        good &= once
-    ghosts = len(np.unique(parents[~np.isin(parents, keys)]))
+    keys = state.index.scrambled(found.namespaces, found.hashes)
+    good &= _first_of_each(keys, lambda: _packed(found.namespaces, found.hashes)) & _first_of_each(slots, lambda: slots)
+    parents = state.index.scrambled(found.namespaces, found.parents)
+    keys, parents = np.sort(keys), np.sort(parents)
+    there = keys[np.minimum(np.searchsorted(keys, parents), max(len(keys) - 1, 0))] == parents if len(keys) else np.zeros(0, bool)
+    ghosts = len(np.unique(parents[~there]))
     room = state.index.room - ghosts
     if room < np.count_nonzero(good):  # then a block left out may be a parent: at most every second row is a ghost
         room = min(max(room, 0), state.index.room // 2)
     return good & (np.cumsum(good[::-1])[::-1] <= room)  # the newest ones
+
+
+def _first_of_each(words: NDArray[Any], exactly: Callable[[], NDArray[Any]]) -> NDArray[np.bool_]:
+    """Where a value comes for the first time. [n] `words` differ where values do, nearly always; `exactly` gives the values."""
+    ordered = np.sort(words)
+    once = np.ones(len(words), bool)
+    if (ordered[1:] == ordered[:-1]).any():
+        once[:] = False
+        once[np.unique(exactly(), return_index=True)[1]] = True
+    return once
 
 
 def _packed(namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.void]:

@@ -10,6 +10,8 @@ from kvstore.cli.main import Command
 BENCHES = {
     "kernels": "the CUDA kernels: predicted for each shape, and measured where a GPU is",
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
+    "scale": "memory and time a block as the index grows to ten million, and the start from disk",
+    "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",
     "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
 }
 

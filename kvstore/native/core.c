@@ -7,6 +7,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Rises whenever something here changes: an installation may have kept the library of an earlier version. As in library.py. */
+int32_t kvstore_version(void)
+{
+    return 2;
+}
+
 #define MAX_TIERS 4
 #define AHEAD 32 /* keys whose memory is fetched before any of them is looked at: enough to hide a cache miss */
 #define SPREAD 0x9E3779B97F4A7C15u /* 2^64 / golden ratio, as in index.py */
@@ -141,4 +147,25 @@ int32_t kvstore_drop_empty(const Index *ix, const int32_t *rows, int64_t count, 
         }
     }
     return freed_count;
+}
+
+#define RECORD_WORDS 16 /* of 8 bytes; the last is the check */
+
+static uint64_t mixed(uint64_t word)
+{
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u; /* SplitMix64's finaliser, as in tiers/record_codec.py */
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+    return word ^ (word >> 31);
+}
+
+/* checks[i] becomes what the last word of record i must be. */
+void kvstore_record_checks(const uint64_t *records, int64_t count, uint64_t *checks)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t *words = records + RECORD_WORDS * i;
+        uint64_t sum = 0;
+        for (uint64_t place = 1; place < RECORD_WORDS; place++)
+            sum += mixed(words[place - 1] + place * SPREAD);
+        checks[i] = mixed(sum);
+    }
 }

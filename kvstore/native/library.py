@@ -6,18 +6,33 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
+from numpy.typing import NDArray
+
+VERSION = 2  # of core.c: rises whenever something there changes
 SWITCH = "KVSTORE_NATIVE"  # environment: "off" leaves it unused
 
 
 @functools.cache
 def library() -> ctypes.PyDLL | None:
-    """The library; None where it was not built, cannot be loaded, or is switched off. Its calls keep the interpreter's lock."""
+    """The library; None where it was not built, cannot be loaded, is of another version, or is switched off.
+
+    Its calls keep the interpreter's lock.
+    """
     if os.environ.get(SWITCH, "") == "off":
         return None
     for path in sorted(Path(__file__).parent.glob("_core*.so")):
         try:
-            return ctypes.PyDLL(str(path))
-        except OSError:
-            continue  # of another platform
+            found = ctypes.PyDLL(str(path))
+            if found.kvstore_version() == VERSION:
+                return found
+        except (OSError, AttributeError):
+            continue  # of another platform, or not ours
     return None
+
+
+def address(array: NDArray[Any]) -> int:
+    """Where an array's memory begins."""
+    where: int = array.__array_interface__["data"][0]
+    return where

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.native.library import library
+from kvstore.native.library import address, library
 
 MAX_TIERS = 4  # as in core.c
 
@@ -46,17 +46,17 @@ class NativeRows:
         """The row of each hash [n, 4], 0 where unknown. [n]"""
         keys = np.ascontiguousarray(hashes)
         found = np.empty(len(keys), np.int32)
-        self._find(self._at, namespace, _address(keys), len(keys), _address(found))
+        self._find(self._at, namespace, address(keys), len(keys), address(found))
         return found
 
     def enter(self, rows: Rows) -> None:
         """Put rows into the table, whose hash and namespace are set."""
-        self._enter(self._at, _address(rows), len(rows))
+        self._enter(self._at, address(rows), len(rows))
 
     def drop_empty(self, rows: Rows, freed_count: int) -> int:
         """Forget those of the rows that hold nothing, in this order, and their parents likewise; the new length of `freed`."""
         rows = np.ascontiguousarray(rows, np.int32)
-        dropped: int = self._drop(self._at, _address(rows), len(rows), freed_count)
+        dropped: int = self._drop(self._at, address(rows), len(rows), freed_count)
         return dropped
 
 
@@ -67,13 +67,8 @@ def native_rows(
     found = library()
     if found is None or len(slots) > MAX_TIERS:
         return None
-    own = _Arrays(**{name: _address(arrays[name]) for name in NATIVE_ARRAYS})
-    own.slot = (ctypes.c_void_p * MAX_TIERS)(*(_address(slot) for slot in slots))
-    own.freed, own.mix, own.shift, own.tiers, own.in_flight = _address(freed), mix, shift, len(slots), in_flight
+    own = _Arrays(**{name: address(arrays[name]) for name in NATIVE_ARRAYS})
+    own.slot = (ctypes.c_void_p * MAX_TIERS)(*(address(slot) for slot in slots))
+    own.freed, own.mix, own.shift, own.tiers, own.in_flight = address(freed), mix, shift, len(slots), in_flight
     own.mask = len(arrays["table"]) - 1
     return NativeRows(found, own)
-
-
-def _address(array: NDArray[Any]) -> int:
-    where: int = array.__array_interface__["data"][0]
-    return where

@@ -15,8 +15,10 @@ import pytest
 from kvstore.cache.index import IN_FLIGHT, Index
 from kvstore.cache.messages import Hashes, Tier
 from kvstore.clients.client import KVClient
+from kvstore.native import library as native
 from kvstore.native.library import SWITCH, library
 from kvstore.testing.daemon import DaemonProcess
+from kvstore.tiers import record_codec as codec
 from tests.blocks import GEOMETRY, IDENTITY, chain
 from tests.cases.figures import read, store
 
@@ -87,7 +89,7 @@ def test_hashes_that_are_not_one_piece_of_memory_are_found() -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_an_installation_with_a_compiler_has_the_library() -> None:
-    assert os.environ.get(SWITCH) == "off" or library() is not None, "see what `pip install -v` says about kvstore.native._core"
+    assert os.environ.get(SWITCH) == "off" or library() is not None, "`pip install -v` says what became of kvstore.native._core"
 
 
 def test_the_library_can_be_switched_off() -> None:
@@ -109,3 +111,26 @@ def test_a_daemon_without_the_library_serves(tmp_path: Path) -> None:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
         store(client, namespace, chain(1, 20))
         assert read(client, namespace, chain(1, 20)) == 20
+
+
+@needs_library
+def test_compiled_and_plain_record_checks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.random.default_rng(1).integers(0, 1 << 64, (500, codec.RECORD_BYTES // 8), dtype=np.uint64)
+    records = words.view(codec.RECORD).ravel()
+    compiled = codec.seal(records.copy())
+    monkeypatch.setattr(codec, "record_checks", lambda _: None)
+    assert (codec.seal(records.copy()) == compiled).all()
+    assert codec.intact(compiled).all()
+
+
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    source = tmp_path / "old.c"
+    source.write_text("int kvstore_version(void) { return 1; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "_core.so"), str(source)], check=True)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "library.py"))
+    assert library.__wrapped__() is None
+    source.write_text(f"int kvstore_version(void) {{ return {native.VERSION}; }}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "_core_new.so"), str(source)], check=True)
+    assert library.__wrapped__() is not None

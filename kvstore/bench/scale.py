@@ -1,0 +1,189 @@
+"""`kvstore bench scale`: what a block costs in memory and time as the index grows, and how long a start from disk takes.
+
+Each size runs in a process of its own: the cache core with its arrays, no arena, no daemon around it. The start is a real daemon's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.bench.data import Bench
+from kvstore.cache.core import Cache
+from kvstore.cache.messages import Acquire, Attach, Commit, Hashes, NamespaceSpec, Release, Reserve, Reserved, Tier
+from kvstore.cache.state import CacheSizes, extent_bytes_for
+from kvstore.native.library import library
+from kvstore.testing.daemon import DaemonProcess
+
+NAME = "scale"
+HELP = "Memory and time a block for indexes of ten thousand to ten million blocks, and the start from disk."
+
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)  # blocks
+START_BLOCKS = 1_000_000  # blocks on disk that a daemon starts with: 4 GiB of the smallest
+BATCH_BLOCKS = 2048  # blocks: a 32,768-token prompt in blocks of 16
+SLOT_BYTES = 4096  # the smallest slot: the arena is never touched, so its size does not matter
+ROUNDS = 200  # batches that push out others, and as many lookups
+WRITE_DEADLINE_S = 600.0  # seconds for a slow disk to take 4 GiB
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
+    parser.add_argument("--blocks", metavar="N", type=int, nargs="*", default=list(SIZES), help="sizes of the index (default: four)")
+    parser.add_argument("--start", metavar="N", type=int, default=START_BLOCKS, help="blocks on disk to start with; 0 leaves it out")
+    parser.add_argument("--dir", metavar="DIR", type=Path, default=Path("."), help="where the disk tier lies: on the disk to measure")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the JSON. Returns 0."""
+    figures: dict[str, Any] = {"compiled_library": library() is not None, "by_blocks": {}}
+    for blocks in args.blocks:
+        done = subprocess.run([sys.executable, "-m", "kvstore.bench.scale", str(blocks)], stdout=subprocess.PIPE, text=True, check=True)
+        figures["by_blocks"][blocks] = json.loads(done.stdout)
+    if args.blocks:
+        figures |= figures["by_blocks"][max(args.blocks)]
+    if args.start:
+        figures |= start_from_disk(args.start, args.dir)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    show(figures)
+    return 0
+
+
+class Core:
+    """A cache core with room for so many blocks, and the microseconds a block of what it is asked."""
+
+    def __init__(self, blocks: int) -> None:
+        extent_bytes = extent_bytes_for(blocks * SLOT_BYTES)
+        before_bytes = _resident_bytes()
+        self.cache = Cache(CacheSizes(-(-blocks * SLOT_BYTES // extent_bytes) * extent_bytes, index_blocks=blocks + 2 * BATCH_BLOCKS))
+        self.before_bytes = before_bytes
+        spec = NamespaceSpec("default", bytes(32), 1, SLOT_BYTES)
+        opened = self.cache.open_namespace(spec)
+        if not isinstance(opened, int):
+            raise RuntimeError(f"no namespace: {opened}")
+        self.namespace = opened
+        self.cache.attach(Attach(1, "default"), 0.0)
+        self.cache.drain()
+        self.times: dict[str, list[float]] = {}
+        self._random = np.random.default_rng(0)
+        self._number = 0
+
+    def hashes(self, count: int = BATCH_BLOCKS) -> Hashes:
+        """Keys that are new."""
+        return self._random.integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+
+    def timed(self, what: str, act: Callable[[], T]) -> T:
+        """Do it, and note how long it took, in seconds."""
+        began = time.perf_counter()
+        result = act()
+        self.times.setdefault(what, []).append(time.perf_counter() - began)
+        return result
+
+    def store(self, what: str) -> Hashes:
+        """One chain of a batch's length; `what`: how the time of reserving is called, which makes room."""
+        cache, hashes = self.cache, self.hashes()
+        self._number += 1
+        slots = self.timed(what, lambda: cache.reserve(Reserve(1, self._number, self.namespace, hashes=hashes)))
+        if not isinstance(slots, Reserved) or not slots.generations.all():
+            raise RuntimeError(f"no slots: {slots}")
+        commit = Commit(1, self._number, self.namespace, slots.units, slots.generations, hashes, self.hashes(1))
+        self.timed("commit", lambda: cache.commit(commit))
+        self.timed("release", lambda: (cache.release(Release(1, self._number)), cache.drain()))
+        return hashes
+
+    def find(self, hashes: Hashes) -> None:
+        """Look a chain up, lease it and give it back."""
+        cache = self.cache
+        self._number += 1
+        looked = self.timed("lookup", lambda: cache.lookup("default", self.namespace, "", hashes))
+        if getattr(looked, "blocks", 0) != len(hashes):
+            raise RuntimeError(f"not found: {looked}")
+        acquire = Acquire(1, self._number, hashes, 1.0, self.namespace)
+        self.timed("acquire", lambda: (cache.acquire(acquire, 0.0), cache.drain()))
+        self.timed("release", lambda: (cache.release(Release(1, self._number)), cache.drain()))
+
+
+def measure(blocks: int) -> dict[str, float]:
+    """Fill a core with chains, find some of them, and push some out."""
+    core = Core(blocks)
+    chains = [core.store("reserve") for _ in range(blocks // BATCH_BLOCKS)]
+    for chain in chains[:: max(1, len(chains) // ROUNDS)]:
+        core.find(chain)
+    free_slots = core.cache.stats().tiers[Tier.DRAM].class_bytes
+    while free_slots["free"] + free_slots["unassigned"] >= BATCH_BLOCKS * SLOT_BYTES:
+        core.store("reserve")
+        free_slots = core.cache.stats().tiers[Tier.DRAM].class_bytes
+    for _ in range(ROUNDS):
+        core.store("evict")
+    figures = {f"{what}_us_per_block": 1e6 * statistics.median(times) / BATCH_BLOCKS for what, times in core.times.items()}
+    figures["longest_ms"] = 1e3 * max(max(times) for times in core.times.values())
+    figures["bytes_per_block"] = (_resident_bytes() - core.before_bytes) / blocks
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def start_from_disk(blocks: int, directory: Path) -> dict[str, float]:
+    """A real daemon with so many blocks on disk is killed and started: until its first lookup, and how fast it reads records."""
+    flags = ["--index-blocks", str(blocks + 2 * BATCH_BLOCKS), "--nvme-write-bytes-per-s", "1TiB"]
+    size = str(blocks * SLOT_BYTES + (1 << 30))
+    with tempfile.TemporaryDirectory(dir=directory) as place, DaemonProcess(Path(place), flags, dram="1GiB", nvme_bytes=size) as daemon:
+        bench = Bench(daemon, SLOT_BYTES, "scale")
+        for number in range(blocks // BATCH_BLOCKS):
+            hashes = bench.hashes(BATCH_BLOCKS, number)
+            _put(bench, hashes)
+            bench.wait_written(number * BATCH_BLOCKS + BATCH_BLOCKS // 2, WRITE_DEADLINE_S)
+        bench.wait_written(blocks // BATCH_BLOCKS * BATCH_BLOCKS, WRITE_DEADLINE_S)
+        bench.client.close()
+        began = time.perf_counter()
+        daemon.restart()
+        bench = Bench(daemon, SLOT_BYTES, "scale")
+        found = bench.client.lookup(bench.space, hashes).blocks
+        seconds = time.perf_counter() - began
+        bench.client.close()
+        said = re.findall(r"nvme: (\d+) blocks recovered in (\S+) s", daemon.log())[-1]
+    if found != BATCH_BLOCKS:
+        raise RuntimeError(f"{found} of {BATCH_BLOCKS} blocks were found after the restart")
+    read, read_s = int(said[0]), max(float(said[1]), 0.01)
+    return {"start_blocks": read, "start_s": round(seconds, 3), "start_records_per_s": round(read / read_s)}
+
+
+def _put(bench: Bench, hashes: bytes) -> None:
+    with bench.client.put(bench.space, hashes) as put:
+        for block in put.blocks:
+            block.done()
+
+
+def _resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) << 10
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the table."""
+    columns = ("lookup", "acquire", "reserve", "commit", "release", "evict")
+    how = "compiled" if figures["compiled_library"] else "without the compiled library"
+    print(f"Microseconds a block in batches of {BATCH_BLOCKS}, medians ({how}); evict: reserving where each block pushes one out\n")
+    print(f"{'blocks':>10}  " + "  ".join(f"{what:>8}" for what in columns) + f"  {'longest ms':>10}  {'bytes/block':>11}")
+    for blocks, row in figures["by_blocks"].items():
+        cells = "  ".join(f"{row.get(f'{what}_us_per_block', float('nan')):8.3f}" for what in columns)
+        print(f"{blocks:>10}  {cells}  {row['longest_ms']:10.1f}  {row['bytes_per_block']:11.0f}")
+    if "start_s" in figures:
+        print(f"\n{figures['start_blocks']} blocks on disk: first lookup {figures['start_s']:.2f} s after the daemon was killed,")
+        print(f"records read at {figures['start_records_per_s'] / 1e6:.2f} million a second")
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]))))
