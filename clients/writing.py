@@ -74,12 +74,11 @@ def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
     attached, lease = put.attached, put.attached.session.new_id()
     try:
         attached.check()
-        ops = [_commit(namespace, put, ready, lease), requests.release(lease)]
-        ops += [requests.abandon(put.reservation)] if len(ready) < len(put.blocks) else []
-        answers: list[Answer] = yield Ask(attached, ops)
+        answers: list[Answer] = yield Ask(attached, [_commit(namespace, put, ready, lease)])
         put.outcomes[ready] = _slotted(answers[0]).outcomes
     finally:
-        attached.drop()
+        rest = [requests.abandon(put.reservation)] if len(ready) < len(put.blocks) else []
+        yield from let_go(attached, [requests.release(lease), *rest])
 
 
 def _commit(namespace: Namespace, put: Put, ready: NDArray[np.intp], lease: int) -> pb.Op:

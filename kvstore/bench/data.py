@@ -105,7 +105,7 @@ class Bench:
             tiers = {tier.tier: tier for tier in self.client.stats().tiers}
             if tiers["nvme"].blocks >= blocks:
                 return
-            time.sleep(0.002)
+            time.sleep(0.004)
         raise RuntimeError(f"the blocks were not on disk after {deadline_s:.0f} s")
 
 
