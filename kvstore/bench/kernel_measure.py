@@ -1,4 +1,4 @@
-"""Times the kernels on a GPU, beside its own copies and what else is installed. Not yet run on a GPU.
+"""Times the kernels on a GPU, beside its own copies. Not yet run on a GPU.
 
 Launches are captured in a CUDA graph and the graph is timed with the stream's events, so that Python's own time does not count.
 Each figure goes round the layers of a block, more than the second-level cache holds.
@@ -131,31 +131,6 @@ def measure_write(meter: Meter, shape: Shape) -> Figures:
     slots = SlotSpace(geometry, (describe(arena).address,))
     seconds = meter.seconds(lambda index: write_kv(backend, keys, values, slots, table, starts, context, layer=index % shape.layers))
     return {"seconds": seconds}
-
-
-def measure_sdpa(meter: Meter, shape: Shape) -> Figures:
-    """torch's own attention on contiguous K and V of the same size, where a torch with CUDA is installed."""
-    try:
-        import torch
-        from torch.nn.functional import scaled_dot_product_attention
-    except ImportError as error:
-        return {"left_out": str(error)}
-    if not torch.cuda.is_available():
-        return {"left_out": "this torch has no CUDA"}
-    if 2 * shape.kv_bytes > USED * meter.free_bytes:
-        return {"left_out": "does not fit"}
-    sizes = (shape.batch, shape.kv_heads, shape.context, shape.head_dim)
-    keys, values = (torch.zeros(sizes, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    q = torch.zeros((shape.batch, shape.q_heads, 1, shape.head_dim), dtype=torch.bfloat16, device="cuda")
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for index in range(WARM_UP + ROUNDS):
-        if index == WARM_UP:
-            first.record()
-        scaled_dot_product_attention(q, keys, values, enable_gqa=shape.group > 1)
-    last.record()
-    torch.cuda.synchronize()
-    seconds = first.elapsed_time(last) / 1e3 / ROUNDS
-    return {"seconds": seconds, "of_copy": shape.kv_bytes / seconds / meter.gpu.bytes_per_s}
 
 
 def _noise(meter: Meter, size_bytes: int) -> Any:

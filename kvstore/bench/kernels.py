@@ -108,16 +108,18 @@ def _meter(device: int) -> tuple[Any, str]:
 
 def _measure(meter: Any, chosen: Sequence[Shape], figures: dict[str, Any]) -> None:
     """Measure what was predicted, and print the two side by side."""
-    from kvstore.bench.kernel_measure import measure_copy, measure_decode, measure_sdpa, measure_write
+    from kvstore.bench.kernel_measure import measure_copy, measure_decode, measure_write
+    from kvstore.bench.kernel_peers import PEERS, measure_peers
 
-    print(f"\ndecode, one layer{'':<20} {'predicted':>12} {'measured':>12} {'of copy':>8} {'torch SDPA':>12}")
+    names = "".join(f" {name:>15}" for name in PEERS)
+    print(f"\ndecode, one layer{'':<20} {'predicted':>12} {'measured':>12} {'of copy':>8}{names}")
     for shape, line in zip(chosen, figures["decode"], strict=True):
-        line["measured"], line["torch_sdpa"] = measure_decode(meter, shape), measure_sdpa(meter, shape)
-        taken = [_measured(line[name]) for name in ("measured", "torch_sdpa")]
+        line["measured"], line["peers"] = measure_decode(meter, shape), measure_peers(shape, meter.gpu, meter.free_bytes)
         share = line["measured"].get("of_copy", float("nan"))
         predicted = f"{line['predicted']['seconds'] * 1e6:,.1f} µs"
         head = f"{shape.model:<12} batch {shape.batch:>3} context {shape.context:>6}"
-        print(f"{head} {predicted:>12} {taken[0]:>12} {share:>8.2f} {taken[1]:>12}")
+        others = "".join(f" {_measured(line['peers'][name]):>15}" for name in PEERS)
+        print(f"{head} {predicted:>12} {_measured(line['measured']):>12} {share:>8.2f}{others}")
     for line, (model, facts) in zip(figures["copy"], MODELS.items(), strict=True):
         found = line["measured"] = measure_copy(meter, Shape(model, *facts, 1, 16))
         shares = [f"{name} {found[f'{name}_of_copy']:.2f} of copy" for name in ("gather", "scatter") if f"{name}_of_copy" in found]

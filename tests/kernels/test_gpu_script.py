@@ -60,7 +60,9 @@ def test_the_script_checks_measures_and_writes_one_json(fake: FakeCuda, tmp_path
     assert small["measured"]["seconds"] > 0
     assert math.isclose(small["measured"]["kv_bytes_per_s"] * small["measured"]["seconds"], small["kv_bytes"])
     assert "needs" in large["measured"]["left_out"]
-    assert "left_out" in small["torch_sdpa"]
+    assert set(small["peers"]) == {"torch_sdpa", "flash_attention", "flashinfer"}
+    assert "has no CUDA" in small["peers"]["torch_sdpa"]["left_out"]
+    assert "flash_attn" in small["peers"]["flash_attention"]["left_out"]
     assert {line["model"] for line in found["bench"]["copy"]} == set(kernels.MODELS)
     eight, seventy = (line["measured"] for line in found["bench"]["copy"])
     assert eight["gather_of_copy"] > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.clients.hbm import ImportedPool
+from kvstore.errors import Unavailable
 from kvstore.geometry import UNIT_BYTES
 from kvstore.kernels.driver import CudaDriver, LibCuda
 from kvstore.testing.fake_cuda import FakeCuda
@@ -102,6 +103,13 @@ def check_sharing(driver: CudaDriver, socket: Path, *flags: str) -> dict[str, ob
         target[:] = 0
         move(driver, pool.device, target.ctypes.data, pool.address)
         assert target.tobytes() == pattern(2, UNIT_BYTES), "the memory did not outlive its owner"
+    else:
+        try:
+            pool.view(0, UNIT_BYTES)
+        except Unavailable:
+            pass
+        else:
+            raise AssertionError("memory that went with its owner is still given out")
     outlived = pool.outlives_owner
     pool.close()
     return {"shared": True, "outlives_its_owner": outlived}
