@@ -21,7 +21,7 @@ class Redis:
         program = servers.program("redis-server", "valkey-server") or _bundled()
         path = servers.directory / "redis.sock"
         flags = ["--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no", "--dir", str(servers.directory)]
-        self._client = redis.Redis(unix_socket_path=str(path))
+        self._client = redis.Redis(unix_socket_path=str(path), socket_timeout=60.0)
         servers.start([program, *flags], self._answers)
 
     def _answers(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ HERE = Path(__file__).parent
 OURS = "kvstore"
 YARDSTICK_BYTES = 256 << 20  # bytes copied as yardstick in each round: far more than the processor's caches
 YARDSTICK_BLOCK_BYTES = 2 << 20  # bytes of one copy: a block's
+WARMING = 2  # rounds that are not counted: all that stores and retrieves reach is touched, and code has run once
 LOOKUPS = 7  # lookups of each kind in a round: they take milliseconds
 NEVER_STORED = 1_000_000  # added to a turn: the tokens of no other
 
@@ -51,7 +54,7 @@ class Result:
     about: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why it could not run, or ran no further
     bytes_checked: bool = False
-    first_store_gbps: float | None = None  # of the round that is not counted: its memory is touched for the first time
+    first_store_gbps: float | None = None  # of the very first round: its memory is touched for the first time
     samples: dict[str, list[float]] = field(default_factory=dict)  # store_gbps, retrieve_gbps, lookup_hit_ms, …; by metric
     by_object: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # the same, by blocks in an object
 
@@ -87,7 +90,7 @@ def measure(kinds: Sequence[Kind], data: Work, prefix: Work, rounds: int, direct
     _by_turns(kinds, results, prefix, directory / "prefix", rounds, _look_up, lambda: None)
     for result in results.values():
         result.samples = _best(result.by_object)
-    return list(results.values()), memcpy[1:]
+    return list(results.values()), memcpy[WARMING:]
 
 
 Act = Callable[[Kind, Result, Side, Work, int], None]
@@ -96,23 +99,17 @@ Act = Callable[[Kind, Result, Side, Work, int], None]
 def _by_turns(
     kinds: Sequence[Kind], results: Mapping[str, Result], work: Work, directory: Path, rounds: int, act: Act, before: Callable[[], object]
 ) -> None:
-    """Start all, then each does its part in every round, another one first each time. Round 0 is not counted."""
-    sides: dict[str, Side] = {}
-    with ExitStack() as stack:
-        for kind in kinds:
-            result = results[kind.name]
-            if result.reason:
-                continue
-            place = directory / kind.name
-            place.mkdir(parents=True)
-            try:
-                side = kind.start(work, place)
-            except PeerFailed as failed:
-                result.reason = str(failed)
-                continue
-            stack.callback(side.close)
-            sides[kind.name], result.about = side, side.about
-        for number in range(rounds + 1):
+    """Start all, then each does its part in every round, another one first each time. The first rounds are not counted."""
+    running = [kind for kind in kinds if not results[kind.name].reason]
+    _say(f"starting {', '.join(kind.name for kind in running)} for {work.tokens} tokens")
+    with ThreadPoolExecutor(len(kinds)) as pool, ExitStack() as stack:
+        starting = {kind.name: pool.submit(_start, kind, results[kind.name], work, directory) for kind in running}
+        wait(starting.values())  # all, so that none is forgotten where another raises
+        up = [side for each in starting.values() if not each.exception() and (side := each.result())]
+        stack.callback(lambda: list(pool.map(lambda side: side.close(), up)))
+        sides = {name: side for name, each in starting.items() if (side := each.result())}
+        for number in range(rounds + WARMING):
+            _say(f"round {number + 1} of {rounds + WARMING}")
             before()
             first = number % len(kinds)
             for kind in [*kinds[first:], *kinds[:first]]:
@@ -124,15 +121,32 @@ def _by_turns(
                         del sides[kind.name]
 
 
+def _start(kind: Kind, result: Result, work: Work, directory: Path) -> Side | None:
+    """Start one of them; None where it cannot, with the reason in its result."""
+    place = directory / kind.name
+    place.mkdir(parents=True)
+    try:
+        side = kind.start(work, place)
+    except PeerFailed as failed:
+        result.reason = str(failed)
+        return None
+    result.about = side.about
+    return side
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _carry(kind: Kind, result: Result, side: Side, work: Work, number: int) -> None:
     """Store and retrieve everything."""
     for per_object in kind.per_objects:
         stored = gbps(work.size_bytes, side.ask("store", turn=number, per_object=per_object)["seconds"])
         retrieved = gbps(work.size_bytes, side.ask("retrieve", turn=number, per_object=per_object)["seconds"])
-        if number:
+        if number >= WARMING:
             result.add(per_object, "store_gbps", stored)
             result.add(per_object, "retrieve_gbps", retrieved)
-        else:
+        elif number == 0:
             result.first_store_gbps = result.first_store_gbps or stored
             if not side.ask("check", turn=number, per_object=per_object)["equal"]:
                 raise PeerFailed("what was retrieved is not what was stored")
@@ -149,7 +163,7 @@ def _look_up(kind: Kind, result: Result, side: Side, work: Work, number: int) ->
                 answer = side.ask("lookup", turn=turn, per_object=per_object)
                 if answer["found"] != expected:
                     raise PeerFailed(f"a lookup of {expected} stored blocks found {answer['found']}")
-                if number:
+                if number >= WARMING:
                     result.add(per_object, f"lookup_{what}_ms", 1e3 * answer["seconds"])
                     if "of_hashes_seconds" in answer:
                         result.add(per_object, f"lookup_{what}_of_hashes_ms", 1e3 * answer["of_hashes_seconds"])
