@@ -21,7 +21,7 @@ import numpy as np
 
 from kvstore.bench.data import Bench
 from kvstore.cache.core import Cache
-from kvstore.cache.messages import Acquire, Attach, Commit, Hashes, NamespaceSpec, Release, Reserve, Reserved, Tier
+from kvstore.cache.messages import Acquire, Attach, Commit, Hashes, NamespaceSpec, Release, Reserve, Reserved
 from kvstore.cache.state import CacheSizes, extent_bytes_for
 from kvstore.native.library import library
 from kvstore.testing.daemon import DaemonProcess
@@ -69,7 +69,8 @@ class Core:
     def __init__(self, blocks: int) -> None:
         extent_bytes = extent_bytes_for(blocks * SLOT_BYTES)
         before_bytes = _resident_bytes()
-        self.cache = Cache(CacheSizes(-(-blocks * SLOT_BYTES // extent_bytes) * extent_bytes, index_blocks=blocks + 2 * BATCH_BLOCKS))
+        self.slots = blocks * SLOT_BYTES // extent_bytes * extent_bytes // SLOT_BYTES  # fewer than rows: so slots are what is short
+        self.cache = Cache(CacheSizes(self.slots * SLOT_BYTES, index_blocks=blocks + 2 * BATCH_BLOCKS))
         self.before_bytes = before_bytes
         spec = NamespaceSpec("default", bytes(32), 1, SLOT_BYTES)
         opened = self.cache.open_namespace(spec)
@@ -120,13 +121,9 @@ class Core:
 def measure(blocks: int) -> dict[str, float]:
     """Fill a core with chains, find some of them, and push some out."""
     core = Core(blocks)
-    chains = [core.store("reserve") for _ in range(blocks // BATCH_BLOCKS)]
+    chains = [core.store("reserve") for _ in range(core.slots // BATCH_BLOCKS)]
     for chain in chains[:: max(1, len(chains) // ROUNDS)]:
         core.find(chain)
-    free_slots = core.cache.stats().tiers[Tier.DRAM].class_bytes
-    while free_slots["free"] + free_slots["unassigned"] >= BATCH_BLOCKS * SLOT_BYTES:
-        core.store("reserve")
-        free_slots = core.cache.stats().tiers[Tier.DRAM].class_bytes
     for _ in range(ROUNDS):
         core.store("evict")
     figures = {f"{what}_us_per_block": 1e6 * statistics.median(times) / BATCH_BLOCKS for what, times in core.times.items()}
