@@ -136,14 +136,18 @@ class HiCacheKVStore(HiCacheStorage):
 
     def _opened(self) -> tuple[KVClient, Namespace]:
         """The client and the namespace; made by the process that uses them, for grpc does not survive a fork."""
-        self._patience.check()
         with self._opening:
+            self._patience.check()  # also for those who waited here while another thread found the store in trouble
             if self._facts is None:
                 raise InvalidArgument("no host pool is registered yet; register_mem_pool_host comes first")
             if self._client is None:
                 self._client = KVClient(self._address, name=f"sglang/{self._facts.identity.model}")
             if self._space is None:
-                self._space = self._client.open_namespace(self._facts.identity, self._facts.geometry, self._facts.shard)
+                try:
+                    self._space = self._client.open_namespace(self._facts.identity, self._facts.geometry, self._facts.shard)
+                except TROUBLE as error:
+                    self._patience.excuse(error)
+                    raise
             return self._client, self._space
 
     def _load(self, keys: Sequence[str], targets: Sequence[Sequence[Bytes]]) -> int:
