@@ -10,8 +10,8 @@ from typing import Any
 
 from kvstore.bench.kernel_roofline import Gpu, Shape
 
-ROUNDS = 20  # calls that are timed
-WARM_UP = 3  # calls before
+ROUNDS = 20  # calls that are timed: enough for the mean of a steady clock
+WARM_UP = 3  # calls: before those that are timed, for what is compiled or allocated at first
 USED = 0.4  # of the free memory: what K and V may take, since ours lie there too
 FLASH_PAGE_TOKENS = 256  # tokens of a page: what FlashAttention's paged cache asks a multiple of
 WORKSPACE_BYTES = 128 << 20  # bytes: what FlashInfer's documentation gives

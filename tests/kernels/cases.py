@@ -154,9 +154,11 @@ def check_decode(backend: Backend, case: DecodeCase) -> None:
     wide = np.full((shape[0], shape[1], shape[2] + 8), -1, np.int64).astype(RAW[dtype])
     out, (memory, slots) = backend.upload(wide), case.pool.upload(backend)
     sinks = None if case.sink_logits is None else backend.upload(case.sink_logits)
-    arrays = [backend.upload(array) for array in (case.queries, case.table, case.context)]
+    fused = np.full((shape[0], shape[1], shape[2] + 8), -1, np.int64).astype(RAW[dtype])  # as a slice of a wider projection
+    fused[:, :, : shape[2]] = case.queries
+    arrays = [backend.upload(array) for array in (fused, case.table, case.context)]
     paged_decode(
-        backend, _named(arrays[0], dtype), _named(out[:, :, : shape[2]], dtype), slots, arrays[1], arrays[2],
+        backend, _named(arrays[0][:, :, : shape[2]], dtype), _named(out[:, :, : shape[2]], dtype), slots, arrays[1], arrays[2],
         layer=case.layer, max_context=int(case.context.max()), attention=case.attention, sink_logits=sinks, splits=case.splits,
     )  # fmt: skip
     found = back(out)

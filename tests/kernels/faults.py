@@ -77,6 +77,20 @@ FAULTS = (
     Fault("a read past a row's end", "paged_decode.cu", "token >= 0 && vector < R::VECTORS", "token >= 0"),
     Fault("the sink's weight forgotten", "paged_decode.cu", "sum * shrink + exp2_of(sink - higher)", "sum * shrink"),
     Fault("the layer forgotten", "addressing.cuh", " + layer * slots.layer_stride", ""),
+    Fault(
+        "a slot's offset in 32 bits",
+        "addressing.cuh",
+        "(static_cast<i64>(entry & UNIT_MASK) << UNIT_SHIFT)",
+        "static_cast<i64>((entry & UNIT_MASK) << UNIT_SHIFT)",
+        ("far",),
+    ),
+    Fault(
+        "an engine's block in 32 bits",
+        "addressing.cuh",
+        "block * side.block_stride",
+        "block * static_cast<u32>(side.block_stride)",
+        ("far",),
+    ),
     Fault("every arena taken for the first", "addressing.cuh", "slots.arena[entry >> ARENA_SHIFT]", "slots.arena[0]"),
     Fault("a division that is off", "addressing.cuh", "(__umulhi(n, by.magic) + n) >> by.shift", "__umulhi(n, by.magic) >> by.shift"),
     Fault(

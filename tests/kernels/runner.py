@@ -17,11 +17,12 @@ from kvstore.kernels.host import HostBackend
 from kvstore.kernels.variants import VECTORS, Variant, copy_variant, decode_variant, reduce_variant, write_variant
 from tests.kernels.cases import check_decode, decode_case
 from tests.kernels.copy_cases import AXES, check_copy, check_copy_of_slots, copy_case
+from tests.kernels.far_cases import check_far
 from tests.kernels.write_cases import check_write
 
 
 def run_suite(backend: Backend, suite: str, seed: int) -> None:
-    """One suite with one seed: "decode:DTYPE:DIM:GROUP", "copy" or "write". Raises AssertionError or KVStoreError."""
+    """One suite with one seed: "decode:DTYPE:DIM:GROUP", "copy", "write" or "far". Raises AssertionError or KVStoreError."""
     kind, *words = suite.split(":")
     if kind == "decode":
         check_decode(backend, decode_case(seed, words[0], int(words[1]), int(words[2])))
@@ -31,6 +32,8 @@ def run_suite(backend: Backend, suite: str, seed: int) -> None:
                 check_copy(backend, copy_case(seed, axes), to_slots=to_slots)
         for first_tokens in (True, False):
             check_copy_of_slots(backend, seed, first_tokens=first_tokens)
+    elif kind == "far":
+        check_far(backend)
     else:
         check_write(backend, seed)
 
@@ -41,6 +44,8 @@ def variants_of(suite: str) -> list[Variant]:
     if kind == "decode":
         dtype, dim, group = words[0], int(words[1]), int(words[2])
         return [decode_variant(dtype, dim, group), reduce_variant(dtype, dim)]
+    if kind == "far":
+        return [decode_variant("float32", 64, 1), copy_variant(16), write_variant(16)]
     return [(copy_variant if kind == "copy" else write_variant)(size) for size in VECTORS]
 
 
