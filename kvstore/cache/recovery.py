@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache.holders import Transfer, TransferKind
 from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.leaving import take_out
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
@@ -177,7 +178,7 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
     stored = [row for row in rows.tolist() if index.stored(row)]
     bytes_in = dict.fromkeys(index.tiers, 0)
     held = 0
-    waits = {transfer.id for transfer in state.transfers.values() if transfer.row and index.namespace_at[transfer.row] in namespaces}
+    waits = {transfer.id for transfer in state.transfers.values() if _may_leave_a_record(state, transfer, namespaces)}
     for row in stored:
         for tier in index.tiers:
             if slot := index.slot_at[tier][row]:
@@ -193,3 +194,10 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
         state.notice(NoticeKind.CLEARED, None, 0, namespace)
     state.counters["cleared"] += len(stored)
     return Cleared(len(stored), bytes_in[Tier.DRAM], bytes_in.get(Tier.NVME, 0), held)
+
+
+def _may_leave_a_record(state: State, transfer: Transfer, namespaces: tuple[int, ...]) -> bool:
+    """Whether, until this transfer has ended, a record of one of these namespaces may be there. Of one that is gone nobody knows whose."""
+    if transfer.row:
+        return state.index.namespace_at[transfer.row] in namespaces
+    return transfer.kind in (TransferKind.DELETE, TransferKind.WRITE)

@@ -127,6 +127,27 @@ def test_clear_is_finished_when_also_writes_on_their_way_are_deleted() -> None:
     assert world.records == {}
 
 
+def test_a_clear_waits_for_what_an_earlier_one_could_not_delete_yet() -> None:
+    world = World(Cache(sizes()))
+    world.attach(0, 0, 0)
+    client = world.clients[1]
+    world.reserve(client, 1, [], 1)
+    world.commit(client, list(client.reserved), (0,), lease=1)
+    (write,) = world.cache.next_writes(1)
+    world.pending = {write.transfer: write}
+    world.finish(write.transfer, TransferResult.OK)
+    world.cache.release(Release(1, 1))
+    world.cache.clear(1, (1,))
+    (delete,) = [decision for decision in world.cache.drain() if isinstance(decision, StartDelete)]
+    world.cache.transfer_done(TransferDone(delete.transfer, TransferResult.FAILED), 0.0)
+    world.cache.clear(2, (1,))
+    assert not [decision for decision in world.cache.drain() if isinstance(decision, ClearFinished)], "the record is still on disk"
+    world.cache.tick(5.0)
+    (again,) = [decision for decision in world.cache.drain() if isinstance(decision, StartDelete)]
+    world.cache.transfer_done(TransferDone(again.transfer, TransferResult.OK), 5.0)
+    assert sorted(decision.clear for decision in world.cache.drain() if isinstance(decision, ClearFinished)) == [1, 2]
+
+
 def test_a_million_blocks_are_recovered_within_seconds() -> None:
     count = 200_000  # a fifth, to keep the suite quick; the cost is linear
     cache = Cache(CacheSizes(64 << 20, count * UNIT, index_blocks=count + 10, nvme_extent_bytes=1000 * UNIT))
