@@ -83,3 +83,15 @@ def test_recovery_into_a_smaller_index_keeps_the_newest() -> None:
     here = [cache.lookup("default", 1, "", pack([key])).blocks for key in keys]  # type: ignore[union-attr]
     assert 0 < kept < 16
     assert here == [0] * (16 - kept) + [1] * kept
+
+
+def test_what_is_regained_must_fit_into_the_limit_that_is_asked() -> None:
+    cache = World(Cache(sizes())).cache
+    cache.attach(Attach(1, "default"), 0.0)
+    cache.reserve(Reserve(1, 1, 1, 3))
+    cache.session_lost(1, "end")
+    small = cache.attach(Attach(2, "default", limit_bytes=2 * UNIT, resume=1), 0.0)
+    assert isinstance(small, Refused)
+    assert "limit" in small.text
+    assert cache.attach(Attach(3, "default", limit_bytes=3 * UNIT, resume=1), 0.0) == Done()
+    assert violations(cache.state) == []
