@@ -50,8 +50,8 @@ def attach(state: State, request: Attach) -> Done | Refused:
     if request.resume and (old is None or not old.ended or old.tenant != request.tenant):
         return Refused("NOT_FOUND", f"session {request.resume} has no holds to regain; attach without resume")
     if old is not None and 0 < request.limit_bytes < old.held_bytes:
-        text = f"session {old.id} holds {old.held_bytes} bytes, {request.limit_bytes} are asked as limit; ask for more, or attach without resume"
-        return Refused("RESOURCE_EXHAUSTED", text)
+        held = f"session {old.id} holds {old.held_bytes} bytes, {request.limit_bytes} are asked as limit"
+        return Refused("RESOURCE_EXHAUSTED", f"{held}; ask for more, or attach without resume")
     promised = sum(session.guarantee_bytes for session in state.sessions.values() if not session.ended)
     if promised + request.guarantee_bytes > state.dram.capacity_bytes:
         left = state.dram.capacity_bytes - promised
