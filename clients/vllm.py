@@ -21,6 +21,7 @@ from kvstore.clients.vllm_facts import facts_of, identity_of
 from kvstore.clients.vllm_plan import StepPlan, WorkerFacts
 from kvstore.clients.vllm_scheduler import SchedulerHalf
 from kvstore.clients.vllm_settings import Settings
+from kvstore.clients.vllm_stats import StoreMetrics, StoreStats
 from kvstore.clients.vllm_worker import WorkerHalf
 from kvstore.errors import ConfigError
 
@@ -147,6 +148,23 @@ class KVStoreConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Engine blocks that could not be loaded."""
         return self._worker.bad_blocks() if self._worker is not None else set()
+
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        """What this worker did since it was last asked."""
+        counts = self._worker.counts() if self._worker is not None else {}
+        return StoreStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        """Stats of this connector, from what was sent between processes."""
+        return StoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> StoreMetrics:
+        """The counters on vLLM's metrics page."""
+        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """End threads and sessions."""

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from enum import Enum
 
 from kvstore import errors
@@ -53,6 +54,7 @@ class WorkerHalf:
         self._finishing: set[str] = set()  # requests whose blocks the scheduler keeps for their saves
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._counts: dict[str, float] = {}  # by the names of vllm_stats.COUNTS, since they were last taken
         self._idle = False
         self._load_queue: queue.SimpleQueue[tuple[LoadJob, int] | None] = queue.SimpleQueue()
         self._save_queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
@@ -106,6 +108,12 @@ class WorkerHalf:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
+    def counts(self) -> dict[str, float]:
+        """What was done since it was last asked."""
+        with self._changed:
+            counts, self._counts = self._counts, {}
+        return counts
+
     def close(self) -> None:
         """End the threads; what is being saved is finished, what waits is dropped."""
         with self._changed:
@@ -131,6 +139,12 @@ class WorkerHalf:
 
     # ---- the loading thread
 
+    def _add(self, **counts: float) -> None:
+        """Count what was done. Under the condition."""
+        for name, count in counts.items():
+            if count:
+                self._counts[name] = self._counts.get(name, 0) + count
+
     def _run_threads(self) -> None:
         if not self._threads:
             for target, name in ((self._load_all, "kvstore-load"), (self._save_all, "kvstore-save")):
@@ -140,8 +154,10 @@ class WorkerHalf:
     def _load_all(self) -> None:
         while (work := self._load_queue.get()) is not None:
             job, member = work
+            began_at = time.monotonic()
             bad = self.load(job, job.units[member])
             with self._changed:
+                self._add(loaded_blocks=len(job.block_ids) - len(bad), failed_blocks=len(bad), load_seconds=time.monotonic() - began_at)
                 self._bad_blocks.update(bad)
                 self._loaded.add(job.request)
                 self._changed.notify_all()
@@ -172,9 +188,10 @@ class WorkerHalf:
             while (save := self._save_queue.get()) is not None:
                 if client is None:
                     client = KVClient(self._place, name="vllm")
+                outcomes: Sequence[str] = ()
                 try:
                     if time.monotonic() >= self._away_until:
-                        self.save(client, save)
+                        outcomes = self.save(client, save)
                 except errors.Unavailable as error:
                     self._away_until = time.monotonic() + AWAY_S
                     log.warning("blocks are not stored for now: %s", error)
@@ -182,19 +199,25 @@ class WorkerHalf:
                     log.warning("a save failed: %s", error)
                 finally:
                     self._at(save, _Stage.DONE)
+                    self._count(save.job, outcomes)
         finally:
             if client is not None:
                 client.close()
 
-    def save(self, client: KVClient, save: _Save) -> None:
-        """Store the job's blocks that the store does not have yet, unless it is called off first."""
+    def _count(self, job: SaveJob, outcomes: Sequence[str]) -> None:
+        stored, known = outcomes.count("stored"), outcomes.count("exists") + outcomes.count("in_flight")
+        with self._changed:
+            self._add(stored_blocks=stored, known_blocks=known, unstored_blocks=len(job.block_ids) - stored - known)
+
+    def save(self, client: KVClient, save: _Save) -> Sequence[str]:
+        """Store the job's blocks that the store does not have yet, unless it is called off first. The outcome of each block."""
         job = save.job
         if self._is_called_off(save) or time.monotonic() >= save.give_up_at:
-            return
+            return ()
         namespace = self._namespace(client, job.generation)
         with client.put(namespace, job.hashes, job.parent) as put:
             if not self._at(save, _Stage.COPYING):
-                return
+                return ()
             try:
                 for block in put.blocks:
                     if self._is_called_off(save):
@@ -203,6 +226,7 @@ class WorkerHalf:
                     block.done()
             finally:
                 self._at(save, _Stage.DONE)
+        return put.names
 
     def _at(self, save: _Save, stage: _Stage) -> bool:
         """Move a save on; False where it was called off before it began to copy."""

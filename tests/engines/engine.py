@@ -28,13 +28,13 @@ ENVIRONMENT = {
 
 
 def connector(address: str, module: str = "kvstore.clients.vllm", name: str = "KVStoreConnector", **extra: object) -> dict[str, Any]:
-    """The three lines of configuration."""
+    """The three lines of configuration. The timeouts are far beyond what a loaded machine takes, unless a test gives its own."""
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": address, **extra},
+        "kv_connector_extra_config": {"address": address, "acquire_timeout_s": 30.0, "save_timeout_s": 60.0, **extra},
     }
 
 

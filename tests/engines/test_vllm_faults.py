@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = prompt(11, 600)
 BLOCKS = 4
 PATIENCE_S = 1.0  # seconds: acquire_timeout_s of the engine under test
+LIMITS: dict[str, Any] = {"acquire_timeout_s": PATIENCE_S, "save_timeout_s": 5.0}
 COMPUTING_S = 10.0  # seconds: far more than the prompt's own time on a loaded machine; the daemon's own timeouts are longer
 
 
@@ -31,7 +33,7 @@ def timed(engine: Engine) -> tuple[dict[str, object], float]:
 def test_answers_stay_right_whatever_happens_to_the_daemon(tmp_path: Path, model: Path) -> None:
     with (
         FaultyDaemon(tmp_path, dram="128MiB", nvme_bytes="256MiB") as daemon,
-        Engine(model, tmp_path / "engine.log", connector(daemon.address, acquire_timeout_s=PATIENCE_S)) as engine,
+        Engine(model, tmp_path / "engine.log", connector(daemon.address, **LIMITS)) as engine,
     ):
         cold = engine.without_store(PROMPT, 0)
         warm = engine.without_store(PROMPT, BLOCKS * 128)

@@ -3,6 +3,7 @@
 In 32-bit floats, so that an answer does not depend on what else is computed beside it.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,33 @@ def test_what_was_decoded_is_found_as_a_prompt(engine: Engine) -> None:
     second = engine.generate(whole)
     assert second["cached"] == (len(whole) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert second["ids"] == engine.without_store(whole, second["cached"])
+
+
+def test_what_was_done_is_counted_on_the_metrics_page(engine: Engine) -> None:
+    """Blocks stored, found there already, loaded, and failed, under vLLM's own names."""
+    text = tokens(7, 3 * BLOCK_TOKENS + 9)
+
+    def counted() -> dict[str, float]:
+        """Of a run of the prompt from a fresh cache."""
+        fresh(engine)
+        before = engine("stats")
+        engine.generate(text, 2)
+        engine("settle")
+        time.sleep(0.3)  # a save counts once it is committed, and is told with the next step
+        engine.generate(text[:5], 3)
+        after: dict[str, float] = engine("stats")
+        grown = {name.removeprefix("vllm:kvstore_"): count - before.get(name, 0) for name, count in after.items()}
+        return {name: count for name, count in grown.items() if count}
+
+    assert counted() == {"stored_blocks_total": 3}
+    again = counted()
+    assert again.pop("load_seconds_total") > 0
+    assert again == {"loaded_blocks_total": 3}
+    engine("fail", blocks=[2])
+    failed = counted()
+    engine("fail", blocks=[])
+    assert failed.pop("load_seconds_total") > 0
+    assert failed == {"loaded_blocks_total": 2, "failed_blocks_total": 1, "known_blocks_total": 3}
 
 
 def test_a_failed_load_is_computed_and_stores_nothing_wrong(engine: Engine) -> None:

@@ -27,7 +27,7 @@ class Child:
             self._look_into(client.engine_core)
 
     def _look_into(self, core: Any) -> None:
-        self.core, self.scheduler = core, core.scheduler
+        self.scheduler = core.scheduler
         preempt = self.scheduler._preempt_request
 
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -61,7 +61,7 @@ class Child:
         """Run steps until the engine has nothing left to do: saves of requests that have ended, too. How long that took."""
         began_at = time.monotonic()
         while self.scheduler.has_requests() and time.monotonic() - began_at < 60:
-            self.core.step_fn()
+            self.llm.llm_engine.step()
         return time.monotonic() - began_at
 
     def reset(self, connector: bool = False) -> Answer:
@@ -80,6 +80,13 @@ class Child:
     def preemptions(self) -> Answer:
         """How often a request was put off so far, over all requests that this child has seen."""
         return self.preempted
+
+    def stats(self) -> Answer:
+        """What the connector has counted so far, as vLLM's Prometheus page shows it."""
+        from prometheus_client import REGISTRY
+
+        page = {sample.name: sample.value for family in REGISTRY.collect() for sample in family.samples}
+        return {name: value for name, value in page.items() if name.startswith("vllm:kvstore_") and name.endswith("_total")}
 
     def stored(self, prompt: list[int], salt: str = "") -> Answer:
         """The SHA-256 of each block of a prompt that the store has, in chain order."""
