@@ -9,7 +9,7 @@ import subprocess
 import threading
 import uuid
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 START_TIMEOUT_S = 180.0  # seconds: vLLM imports and starts in about 15 where it has a core to itself
 ORDER_TIMEOUT_S = 120.0  # seconds: far beyond any order here
@@ -44,6 +44,8 @@ class Engine:
     transfer   the connector's configuration, None for vLLM alone;  overrides  further arguments of vLLM's LLM
     """
 
+    environment: ClassVar[dict[str, str]] = ENVIRONMENT
+
     def __init__(self, model: Path, log: Path, transfer: dict[str, Any] | None, **overrides: object) -> None:
         self._log = log
         config: dict[str, object] = {
@@ -65,7 +67,7 @@ class Engine:
                 stderr=out,
                 text=True,
                 cwd=HERE,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **self.environment},
             )
         self._say(config | overrides)
         self._hear(START_TIMEOUT_S)
