@@ -94,10 +94,10 @@ def test_peers_that_fail_are_reported_and_the_rest_goes_on(tmp_path: Path) -> No
         tmp_path,
         Kind("missing", driver(tmp_path / "bin" / "python", "drive_redis")),
         fake(tmp_path, "broken", text="import no_such_package"),
-        fake(tmp_path, "dying", "turn == 2 and (print('out of cheese', flush=True), os._exit(7))"),
+        fake(tmp_path, "dying", "turn == 1 and (print('out of cheese', flush=True), os._exit(7))"),
         fake(tmp_path, "raising", "raise RuntimeError('no room')"),
         fake(tmp_path, "wrong", "self.kept[turn, per_object] = b'x' * len(self.buffer); return 1.0"),
-        fake(tmp_path, "forgetful", "if turn == 3: return 1.0"),
+        fake(tmp_path, "forgetful", "if turn == 2: return 1.0"),
         fake(tmp_path, "good"),
         rounds=2,
     )
