@@ -30,6 +30,8 @@ class Fake:
         self.buffer = bytearray(os.urandom(work["blocks"] * work["block_bytes"]))
         servers.start([sys.executable, "-c", "import time; time.sleep(600)"], lambda: True)
         self.server = servers._started[-1].pid
+        servers.leftovers.append(servers.directory / "left")
+        servers.leftovers[0].touch()
     def about(self):
         print("on the peer's own stdout")
         return {"version": "fake 1", "how": str(self.server)}
@@ -128,6 +130,8 @@ def test_a_driver_ends_with_the_servers_that_it_started(tmp_path: Path) -> None:
     with fake(tmp_path, "good").start(TINY, tmp_path) as side:  # type: ignore[attr-defined]  # a Driver
         server = int(side.about["how"])
         os.kill(server, 0)
+        assert (tmp_path / "left").exists()
+    assert not (tmp_path / "left").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
 

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ class LMCache:
         flags += ["--http-host", "127.0.0.1", "--prometheus-port", str(metrics)]
         flags += ["--l1-size-gb", f"{L1_FACTOR * size_bytes / 1e9 + 0.25:.2f}"]
         flags += ["--eviction-policy", "LRU", "--supported-transfer-mode", MODE, "--chunk-size", str(CHUNK_TOKENS)]
-        flags += ["--shm-name", f"kvstore-peer-{os.getpid()}"]
+        name = f"kvstore-peer-{os.getpid()}"
+        flags += ["--shm-name", name]
+        servers.leftovers.append(Path("/dev/shm") / f"lmcache_l1_pool_{name}")
         servers.start([servers.program("lmcache"), "server", *flags], lambda: servers.listens(port) and servers.listens(http), QUIET)
         shape = f"(2,{work['blocks']},{work['block_tokens']},{work['kv_heads']},{work['head_dim']}):float16:{work['layers']}"
         self._client = ServerBenchClient(

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 START_TIMEOUT_S = 60.0  # seconds for a peer's server to answer: an import of torch, and gigabytes of memory taken
+END_TIMEOUT_S = 15.0  # seconds for a server to end in order and give its memory back
 POLL_S = 0.05  # seconds between two tries to reach it
 
 
@@ -69,6 +70,7 @@ class Servers:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.leftovers: list[Path] = []  # files outside the directory, removed at the end should a server have left them
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], ready: Callable[[], bool], environment: Mapping[str, str] | None = None) -> None:
@@ -88,10 +90,12 @@ class Servers:
         for process in reversed(self._started):
             process.terminate()
             try:
-                process.wait(5)
+                process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for path in self.leftovers:
+            path.unlink(missing_ok=True)
 
     @staticmethod
     def free_port() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 ANSWER_TIMEOUT_S = 90.0  # seconds for one answer, the start of a server that imports torch included
-END_TIMEOUT_S = 10.0  # seconds for a driver to end itself and its servers
+END_TIMEOUT_S = 40.0  # seconds for a driver to end itself and its servers, each of which it gives 15
 REASON_LINES = 3  # lines of its log that are quoted where a driver died
 
 
