@@ -12,7 +12,7 @@ from kvstore import errors
 from kvstore.clients import calls, requests
 from kvstore.clients.answers import Answer, Failed, Slotted
 from kvstore.clients.channel import CALL_TIMEOUT_S
-from kvstore.clients.handles import EXISTS, NONE, SLOT, Attached, Namespace
+from kvstore.clients.handles import EXISTS, NONE, SLOT, STORED, Attached, Namespace
 from kvstore.clients.put import Put, PutBlock
 from kvstore.clients.steps import Ask, Attach, Command, Send, Steps, let_go, of_namespace, packed_checksum, persistent, same_epoch
 from kvstore.hashing import HASH_BYTES
@@ -77,7 +77,9 @@ def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
         answers: list[Answer] = yield Ask(attached, [_commit(namespace, put, ready, lease)])
         put.outcomes[ready] = _slotted(answers[0]).outcomes
     finally:
-        rest = [requests.abandon(put.reservation)] if len(ready) < len(put.blocks) else []
+        # The slot of a block that was not stored, say because another session's commit came first, is still reserved.
+        stored = (put.outcomes[put.blocks.indices] == STORED).all()
+        rest = [] if stored else [requests.abandon(put.reservation)]
         yield from let_go(attached, [requests.release(lease), *rest])
 
 
