@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cache.core import Cache
 from kvstore.cache.eviction import candidates, survey
-from kvstore.cache.leaving import evict_one
+from kvstore.cache.leaving import evict_one, remove
 from kvstore.cache.messages import Abandon, Acquire, Attach, Commit, NamespaceSpec, Release, Reserve, Reserved, Tier, pack_hashes
 from kvstore.cache.state import CacheSizes
 from tests.cache.world import UNIT, chain, pack
@@ -72,6 +72,29 @@ def test_every_cold_slot_is_listed_however_the_survey_is_cut(seed: int, eviction
         for _, listed in rig.cache.state.listed_candidates():
             assert not listed.missing().size
     assert rig.cache.state.counters["evicted_dram"] > 300
+
+
+def test_a_pinned_slot_that_can_be_reached_again_stays_listed() -> None:
+    """Its use moves it to another queue of the policy, and within the list of the pinned ones."""
+    rig = Rig(0, "s3fifo")
+    cache = rig.cache
+    for blocks in (2, 1, 1):
+        rig.put(blocks)
+    for lease in list(cache.state.sessions[1].leases):
+        cache.release(Release(1, lease))
+    chained, proven, _ = (np.frombuffer(packed, "<u8").reshape(-1, 4) for packed in rig.known)
+    cache.pin(rig.namespace, chained[1:])
+    cache.pin(rig.namespace, proven)
+    slot = cache.state.index.slot_at[Tier.DRAM][int(cache.state.index.find(rig.namespace, proven)[0])]
+    cache.state.policies[Tier.DRAM].used_many(np.array([slot], np.int32))
+    cache.state.policies[Tier.DRAM].used(slot)
+    assert cache.state.policies[Tier.DRAM].spares(slot)  # into the main queue
+    remove(cache.state, int(cache.state.index.find(rig.namespace, chained[:1])[0]))
+    listed = cache.state.candidates(Tier.DRAM, 1)
+    listed.refill()
+    cache.prefetch(rig.namespace, chained[1:], 9.0)
+    assert not listed.missing().size
+    assert [evict_one(cache.state, Tier.DRAM, 1) for _ in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -112,7 +112,7 @@ class Candidates:
 
     def used(self, slot: int) -> None:
         """The slot's rank rose; mostly beyond the horizon."""
-        rank = self._policy.rank(slot)
+        rank = self.rank(slot)
         line = self._line(rank)
         if (rank <= line.horizon or line.barren or line.survey is not None) and self.evictable(slot):
             self.expose(slot)
@@ -130,7 +130,8 @@ class Candidates:
 
     def used_many(self, slots: NDArray[np.int32]) -> None:
         """`used` for many."""
-        concerned = slots[self._concerns(self._policy.ranks(slots))]
+        # Where there is one line, what being pinned adds to a rank can only make it concern less.
+        concerned = slots[self._concerns(self.ranks(slots) if self._last else self._policy.ranks(slots))]
         if concerned.size:
             self.expose_many(concerned)
 
