@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.cache.holders import Lease, Session
 from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT, Rows
 from kvstore.cache.leases import may_hold
-from kvstore.cache.messages import BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier, pack_hashes
+from kvstore.cache.messages import UNIT_BYTES, BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier, pack_hashes
 from kvstore.cache.moving import ghost, make_room
 from kvstore.cache.reading import use_many
 from kvstore.cache.slots import SlotIds, SlotState
@@ -68,6 +68,7 @@ def _is_common(state: State, session: Session, request: Commit, slots: SlotIds, 
         and (len(parents) == 1 or bool((parents[1:] == hashes[:-1]).all()))
         and state.index.room > len(slots)
         and bool((state.dram.generation[slots] == request.generations).all())
+        and bool((state.dram.bytes_of(slots) == state.spec(request.namespace).slot_units * UNIT_BYTES).all())
         and distinct(hashes)
         and not (hashes == parents[0]).all(axis=1).any()
         and _are_new(state, rows, state.dram.row[slots])

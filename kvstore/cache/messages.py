@@ -233,7 +233,7 @@ class BlockOutcome(IntEnum):
     IN_FLIGHT = 4  # another session has reserved this key and not yet committed it
     NO_ROOM = 5  # everything that could be evicted is held; retry later
     LIMIT = 6  # the session's own limit, or another's guarantee, forbids it
-    BAD_SLOT = 7  # not a slot that this session has reserved, or an older generation of it
+    BAD_SLOT = 7  # not a slot that this session has reserved, an older generation of it, or of another size than the namespace's
     BAD_KEY = 8  # the slot was reserved for another hash, or the batch names this hash twice
 
 

@@ -143,11 +143,12 @@ def _commit_each(state: State, session: Session, lease: Lease, request: Commit) 
     count = len(request.hashes)
     outcomes, shared = np.zeros(count, np.uint8), np.zeros(count, np.int32)
     slots = state.dram.locate_all(request.units).tolist()
-    generations = request.generations.tolist()
+    generations, slot_units = request.generations.tolist(), state.spec(request.namespace).slot_units
     keys = [key.tobytes() for key in request.hashes]
     parents = [parent.tobytes() for parent in request.parents] if len(request.parents) == count else [request.parents[0].tobytes(), *keys]
     for i, slot in enumerate(slots):
-        if slot not in session.reserved or state.dram.generation_at[slot] != generations[i]:
+        mine = slot in session.reserved and state.dram.generation_at[slot] == generations[i]
+        if not mine or state.dram.slot_units_of(slot) != slot_units:
             outcomes[i] = BlockOutcome.BAD_SLOT
             continue
         outcomes[i], shared[i] = _commit_one(state, session, lease, slot, keys[i], parents[i])

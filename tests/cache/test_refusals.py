@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.cache.core import Cache
 from kvstore.cache.invariants import violations
 from kvstore.cache.messages import (
+    Abandon,
     Acquire,
     Attach,
     BlockOutcome,
@@ -43,6 +46,25 @@ def test_parents_cannot_form_a_ring() -> None:
         assert isinstance(committed, Committed)
         outcomes += committed.outcomes.tolist()
     assert outcomes == [BlockOutcome.STORED, BlockOutcome.BAD_KEY]
+    assert violations(cache.state) == []
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_slot_of_another_size_takes_no_block_of_a_namespace(many: int) -> None:
+    """Reading it would run over into its neighbour."""
+    cache = Cache(sizes())
+    small, large = (cache.open_namespace(NamespaceSpec("default", bytes([n]) * 32, n, n * UNIT)) for n in (1, 2))
+    assert isinstance(small, int)
+    assert isinstance(large, int)
+    cache.attach(Attach(1, "default"), 0.0)
+    keys = pack(chain(tuple(range(many))))
+    for reserved_in, namespace in ((small, large), (large, small)):
+        reserved = cache.reserve(Reserve(1, 1, reserved_in, many))
+        assert isinstance(reserved, Reserved)
+        committed = cache.commit(Commit(1, namespace, namespace, reserved.units, reserved.generations, keys, pack([ROOT])))
+        assert isinstance(committed, Committed)
+        assert committed.outcomes.tolist() == [BlockOutcome.BAD_SLOT] * many
+    assert cache.abandon(Abandon(1, 1)) == Done(2 * many)
     assert violations(cache.state) == []
 
 
