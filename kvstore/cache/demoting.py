@@ -13,7 +13,7 @@ from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.leaving import CLEAN_RESERVE, evict_one, writes_down
 from kvstore.cache.messages import UNIT_BYTES, StartWrite, Tier
 from kvstore.cache.moving import assign_extent, take_cold_extent, take_colder_extent
-from kvstore.cache.slots import SlotState, SlotTable
+from kvstore.cache.slots import GONE_BELOW, SlotState, SlotTable
 from kvstore.cache.state import State
 
 STAGING_SLOTS = 64  # nvme slots kept free ahead of writes, per size; at most a 16th of the size's slots
@@ -33,7 +33,10 @@ def next_writes(state: State, limit: int) -> list[StartWrite]:
 
 
 def _queue_coldest(state: State, limit: int) -> None:
-    """on_evict: of the coldest evictable dram blocks, queue those without a copy below."""
+    """on_evict: of the coldest evictable dram blocks, queue those without a copy below.
+
+    Not those whose copy was pushed out there: where nvme is the smaller, the two tiers would write and push out the same blocks for ever.
+    """
     for slot_units in np.unique(state.dram.extent_slot_units):
         if not slot_units:
             continue
@@ -44,7 +47,8 @@ def _queue_coldest(state: State, limit: int) -> None:
             looked.append(slot)
         for slot in looked:
             candidates.expose(slot)
-            if not state.index.slot_at[Tier.NVME][state.dram.row_at[slot]] and len(state.to_write) < limit:
+            settled = state.index.slot_at[Tier.NVME][state.dram.row_at[slot]] or state.dram.flags_at[slot] & GONE_BELOW
+            if not settled and len(state.to_write) < limit:
                 state.to_write.add(slot)
 
 

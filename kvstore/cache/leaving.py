@@ -14,7 +14,7 @@ from kvstore.cache import leases
 from kvstore.cache.eviction.candidates import Candidates
 from kvstore.cache.index import CHECKSUM_FLAGS
 from kvstore.cache.messages import EndReason, NoticeKind, Tier, pack_hashes
-from kvstore.cache.slots import DIRTY, UNSUMMED, WRONG, SlotIds, SlotState
+from kvstore.cache.slots import DIRTY, GONE_BELOW, UNSUMMED, WRONG, SlotIds, SlotState
 from kvstore.cache.state import State
 
 CLEAN_RESERVE = 64  # dram slots: how many of the coldest are looked at for one with a copy below
@@ -80,6 +80,8 @@ def evict(state: State, tier: Tier, slot: int) -> None:
     if tier is Tier.DRAM and writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
         state.counters["dropped_before_written"] += 1
     state.story.tell(state.index.word(row), "evict", slot, tier)
+    if tier is Tier.NVME and (above := state.index.slot_at[Tier.DRAM][row]):
+        state.dram.flags_at[above] |= GONE_BELOW
     _leave_tier(state, tier, row, slot)
     state.index.drop_if_empty(row)
 
@@ -123,6 +125,8 @@ def _evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
     table.flags[slots] &= ~np.uint8(DIRTY | UNSUMMED)
     last = index.parent_at[rows[-1]]
     if tier is Tier.NVME:
+        in_dram = index.slot[Tier.DRAM][rows]
+        state.dram.flags[in_dram[in_dram > 0]] |= GONE_BELOW
         state.doom_records(slots)
     else:
         table.free_many(slots, SlotState.LIVE)

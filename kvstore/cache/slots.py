@@ -22,6 +22,7 @@ DIRTY = 2  # flag: its block waits to be written to the tier below
 QUEUED = 4  # flag: is in the queue of slots to be written, for this block or an earlier one
 UNSUMMED = 8  # flag: its block waits for its first checksum
 SUM_QUEUED = 16  # flag: is in the queue of slots to be summed, for this block or an earlier one
+GONE_BELOW = 64  # flag, of a dram slot: its block's copy below was pushed out as cold, and nobody has asked for the block since
 WRONG = 32  # flag: returned wrong bytes; goes to quarantine when nobody holds it any more
 
 _STAY = QUEUED | SUM_QUEUED  # flags: a queue has one place a slot, whoever owns the slot

@@ -29,7 +29,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.scrub import Scrub
 from kvstore.cache.slotqueue import SlotQueue
-from kvstore.cache.slots import DIRTY, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
+from kvstore.cache.slots import DIRTY, GONE_BELOW, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
 
 MIN_INDEX_BLOCKS = 65_536  # rows: some 7 MB when all are used
@@ -136,6 +136,8 @@ class State:
 
     def touch(self, tier: Tier, slot: int) -> None:
         """Somebody asked for this block."""
+        if tier is Tier.DRAM:
+            self.dram.flags_at[slot] &= ~GONE_BELOW
         self.policies[tier].used(slot)
         self.candidates(tier, self.tables[tier].slot_units_of(slot)).used(slot)
 
@@ -191,6 +193,8 @@ class State:
 
     def touch_many(self, tier: Tier, slots: SlotIds) -> None:
         """`touch` for many, in the order of their chain."""
+        if tier is Tier.DRAM and self.sizes.nvme_write == "on_evict":  # the only use of that flag
+            self.dram.flags[slots] &= ~np.uint8(GONE_BELOW)
         self.policies[tier].used_many(slots)
         for candidates, mine in self.by_size(tier, slots):
             candidates.used_many(mine)
