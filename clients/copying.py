@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -57,13 +58,35 @@ def copy_blocks(targets: Sequence[int], sources: Sequence[int], size_bytes: int,
 
     total_bytes = size_bytes * len(targets)
     helpers = min(len(pieces), MOST_THREADS, len(os.sched_getaffinity(0))) - 1 if total_bytes > ALONE_BYTES else 0
-    waiting = [_threads().submit(work) for _ in range(helpers)]
+    waiting = _also(work, helpers)
     try:
         work()
     finally:
-        for each in waiting:
-            if not each.cancel():
-                each.result()
+        _end(waiting)
+
+
+def _also(work: Callable[[], None], helpers: int) -> list[Future[None]]:
+    """So many threads at the same work; none once the interpreter has begun to end, when threads of the program may still copy."""
+    begun: list[Future[None]] = []
+    with contextlib.suppress(RuntimeError):
+        begun.extend(_threads().submit(work) for _ in range(helpers))
+    return begun
+
+
+def _end(helpers: list[Future[None]]) -> None:
+    """Wait until none of them writes any more, also when interrupted: the caller gives the memory back afterwards."""
+    interrupt: BaseException | None = None
+    for each in helpers:
+        while not (each.cancel() or each.done()):
+            try:
+                each.exception()
+            except BaseException as error:  # noqa: BLE001 — raised below, when it is safe
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    for each in helpers:
+        if not each.cancelled():
+            each.result()
 
 
 def _pieces(count: int, size_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
