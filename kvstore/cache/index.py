@@ -123,12 +123,16 @@ class Index:
         return (((word ^ spread) * self._mix) & _MASK64) >> self._shift
 
     def scrambled(self, namespaces: Rows, hashes: Hashes) -> NDArray[np.uint64]:
-        """One word a key, the same for the same key; of different ones nearly never, whoever chose them: the factors are secret."""
-        factors = [_splitmix((self._mix + place) & _MASK64) | 1 for place in range(5)]
-        words = namespaces.astype(np.uint64) * np.uint64(factors[4])
+        """One word a key, the same for the same key; of different ones nearly never, whoever chose them: the factors are secret.
+
+        Each factor takes 32 bits: a difference of those is hidden by one in 2^33 factors at most, whatever the other halves are.
+        """
+        factors = [np.uint64(_splitmix((self._mix + place) & _MASK64)) for place in range(9)]
+        words = namespaces.astype(np.uint64) * factors[8]
         for place in range(4):
-            half = hashes[:, place]
-            words += (half ^ (half >> np.uint64(32))) * np.uint64(factors[place])
+            word = hashes[:, place]
+            words += (word >> np.uint64(32)) * factors[2 * place]
+            words += (word & np.uint64(0xFFFFFFFF)) * factors[2 * place + 1]
         return words ^ (words >> np.uint64(29))
 
     # ---- adding and dropping rows

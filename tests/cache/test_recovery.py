@@ -74,6 +74,23 @@ def test_records_that_contradict_each_other_are_deleted_but_one() -> None:
     assert violations(world.cache.state) == []
 
 
+def test_parents_chosen_to_look_alike_do_not_overfill_the_index() -> None:
+    """Words that differ in their upper bits alone, in pairs: sums of products by odd factors would be equal."""
+    cache = Cache(sizes(index_blocks=64, nvme_bytes=64 * UNIT, nvme_extent_bytes=2 * UNIT))
+    for number in range(1, 4):
+        cache.open_namespace(NamespaceSpec("default", bytes([number]) * 32, 1, UNIT))
+    parents = []
+    for (key,) in (chain((1000 + number,)) for number in range(20)):
+        twin = pack([key]).copy()
+        twin[:, [0, 2]] ^= np.uint64(1 << 63 | 1 << 31)
+        parents += [key, twin.tobytes()]
+    keys = [chain((number,))[0] for number in range(40)]
+    kept = cache.recover(found(keys, parents, [1] * 40, list(range(40))))
+    assert 0 < kept < 40
+    assert cache.state.index.room >= 0
+    assert violations(cache.state) == []
+
+
 def test_a_mismatch_after_an_unclean_stop_frees_the_slot() -> None:
     for suspect, quarantined in ((True, 0), (False, UNIT)):
         world = World(Cache(sizes()))
