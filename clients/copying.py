@@ -33,8 +33,11 @@ def address(memory: Bytes) -> int:
 
 
 def checked(buffer: Buffer, size_bytes: int, what: str, *, writable: bool) -> Bytes:
-    """A caller's buffer as an array. Raises InvalidArgument where it is of another size, or may not be written."""
-    data = np.frombuffer(buffer, np.uint8)
+    """A caller's buffer as an array. Raises InvalidArgument where it is none, of another size, or may not be written."""
+    try:
+        data = np.frombuffer(buffer, np.uint8)
+    except (TypeError, ValueError) as error:
+        raise errors.InvalidArgument(f"{what} is no buffer in one piece ({error}); give bytes, or a contiguous array of them") from None
     if len(data) != size_bytes:
         raise errors.InvalidArgument(f"{what} has {len(data)} bytes, a block {size_bytes}; give one of the same size")
     if writable and not data.flags.writeable:

@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from kvstore.clients.copying import PIECE_BYTES, address, copy_blocks
+from kvstore.clients.copying import PIECE_BYTES, Buffer, address, checked, copy_blocks
+from kvstore.errors import InvalidArgument
 
 SIZE_BYTES = 4 * PIECE_BYTES
 AT_EXIT = f"""
@@ -71,3 +72,9 @@ def test_what_breaks_in_a_helper_is_raised() -> None:
     memory = np.zeros(SIZE_BYTES, np.uint8)
     with pytest.raises(OSError, match="of the helper"):
         copy_blocks([address(memory)], [address(memory)], SIZE_BYTES, breaking)
+
+
+@pytest.mark.parametrize("buffer", [np.zeros(8, np.uint8)[::2], "text", b"abc", b""])
+def test_what_is_no_block_is_a_typed_error(buffer: Buffer) -> None:
+    with pytest.raises(InvalidArgument, match="a source"):
+        checked(buffer, 4, "a source", writable=False)
