@@ -20,6 +20,6 @@ def model() -> Path:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A daemon with room for 128 blocks of the model's 2.8 MiB in memory."""
-    with DaemonProcess(tmp_path, dram="384MiB", nvme_bytes="256MiB") as process:
+    """A daemon with room for about 130 blocks of the model's 2.8 MiB in memory, and 170 on disk."""
+    with DaemonProcess(tmp_path, dram="384MiB", nvme_bytes="512MiB") as process:
         yield process
