@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.cache.core import Cache
 from kvstore.cache.eviction import candidates, survey
+from kvstore.cache.invariants import violations
 from kvstore.cache.leaving import evict_one, remove
 from kvstore.cache.messages import Abandon, Acquire, Attach, Commit, NamespaceSpec, Release, Reserve, Reserved, Tier, pack_hashes
 from kvstore.cache.state import CacheSizes
@@ -95,6 +96,30 @@ def test_a_pinned_slot_that_can_be_reached_again_stays_listed() -> None:
     cache.prefetch(rig.namespace, chained[1:], 9.0)
     assert not listed.missing().size
     assert [evict_one(cache.state, Tier.DRAM, 1) for _ in range(4)] == [True, True, True, False]
+
+
+def test_numbers_that_went_to_another_size_are_listed_there_alone() -> None:
+    """Blocks that nobody can reach share a rank, so an old entry of the one size looks like a new one of the other."""
+    cache = Cache(CacheSizes(dram_bytes=40 * UNIT, dram_extent_bytes=20 * UNIT, index_blocks=200))
+    cache.attach(Attach(1, "default"), 0.0)
+    for size in (1, 2):
+        assert cache.open_namespace(NamespaceSpec("default", bytes([size]) * 32, size, size * UNIT)) == size
+    for lease, (size, blocks) in enumerate(((1, 40), (2, 10), (2, 10), (2, 20)), start=1):
+        keys = [chain((100 * lease + number,))[0] for number in range(blocks)]
+        slots = cache.reserve(Reserve(1, lease, size, count=blocks))
+        assert isinstance(slots, Reserved)
+        assert len(slots.units) == blocks
+        parents = pack([ROOT] + keys[:1] * (blocks - 1))
+        cache.commit(Commit(1, lease, size, slots.units, slots.generations, pack(keys), parents))
+        cache.release(Release(1, lease))
+        cache.state.candidates(Tier.DRAM, size).refill()
+        if blocks > 10:
+            remove(cache.state, int(cache.state.index.find(size, pack(keys[:1]))[0]))
+        cache.drain()
+    slots = cache.reserve(Reserve(1, 9, 1, count=5))
+    assert isinstance(slots, Reserved)
+    assert len(slots.units) == 5
+    assert violations(cache.state) == []
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -178,7 +178,8 @@ class Candidates:
                 if line.survey is not None:
                     self._go_on(number, line.survey)
                 slot = entry & ((1 << _SLOT_BITS) - 1)
-                if self.evictable(slot) and self.rank(slot) == entry >> _SLOT_BITS:
+                # Its number may be another size's by now, and its rank the same: all that nobody can reach share one.
+                if self.evictable(slot) and self.rank(slot) == entry >> _SLOT_BITS and self._table.slot_units_of(slot) == self._slot_units:
                     return slot
             self._refill(number)
         return 0
