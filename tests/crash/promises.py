@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Self
 
@@ -12,6 +13,8 @@ from kvstore.clients.handles import Watched
 from kvstore.hashing import HASH_BYTES
 
 Block = tuple[bytes, bytes]  # the namespace's digest, the block's hash
+ATTEMPTS = 5  # attempts at a snapshot
+PAUSE_S = 0.2  # seconds between them
 SNAPSHOT_S = 30.0  # seconds for a snapshot to arrive: it takes milliseconds
 
 
@@ -26,14 +29,16 @@ class Watch:
         self.found: set[Block] = set()  # in the snapshot: what was there when the watch began
         self.sequence = 0
         self.faults: list[str] = []
+        self.whole = False  # the snapshot has come, all of it
+        self.error: errors.KVStoreError | None = None
         self._client = KVClient(address, name="watch")
         self._snapshot = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if not self._snapshot.wait(SNAPSHOT_S):
-            raise AssertionError("no snapshot")
+        if not self._snapshot.wait(SNAPSHOT_S) or not self.whole:
+            raise AssertionError(f"no snapshot: {self.error}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,22 +50,29 @@ class Watch:
         self._thread.join(SNAPSHOT_S)
 
     def _run(self) -> None:
-        epoch = ""
+        for _ in range(ATTEMPTS):
+            self._watch()
+            if self.whole:
+                break
+            time.sleep(PAUSE_S)  # the daemon has only just begun to listen
+        self._snapshot.set()
+
+    def _watch(self) -> None:
+        epoch, self.sequence, self.on_disk = "", 0, set()
         try:
             for event in self._client.watch():
                 if event.sequence != self.sequence + 1 or epoch not in ("", event.epoch):
                     self.faults.append(f"event {event.sequence} of epoch {event.epoch} after {self.sequence} of {epoch}")
                 self.sequence, epoch = event.sequence, event.epoch
                 self._book(event)
-        except errors.KVStoreError:
-            pass  # the daemon is gone, or the test has had enough
-        self._snapshot.set()
+        except errors.KVStoreError as error:
+            self.error = error  # the daemon is gone, or the test has had enough
 
     def _book(self, event: Watched) -> None:
         blocks = list(_blocks(event))
         match event.kind:
             case "snapshot_end":
-                self.found = set(self.on_disk)
+                self.found, self.whole = set(self.on_disk), True
                 self._snapshot.set()
             case "cleared":
                 self.on_disk = {block for block in self.on_disk if block[0] != event.digest}
