@@ -177,6 +177,8 @@ class Prefixes:
             live = _attach(KVStoreStub(self._channel), self._place, members, self._name, before)
         except errors.KVStoreError as error:
             self._complain(str(error))
+        except Exception as error:  # noqa: BLE001 — a thread's edge: whatever breaks here, the next attempt must come
+            self._complain(repr(error))
         with self._guard:
             self._connecting = False
             self._retry_at = time.monotonic() + RETRY_S

@@ -34,7 +34,7 @@ class Put:
         self.blocks = PutBlocks(self, np.flatnonzero(outcomes == SLOT))
         self.sealed = False
         self._parent = parent
-        self._handed_out: list[Bytes] = []
+        self._handed_out: dict[int, Bytes] = {}  # by the array's id: a view is asked for again and again
 
     def give_slots(self, attached: Attached, reservation: int, units: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """The blocks are to be written in place."""
@@ -89,13 +89,13 @@ class Put:
     def seal(self) -> None:
         """Nothing may be written any more."""
         self.sealed = True
-        for view in self._handed_out:
+        for view in self._handed_out.values():
             view.flags.writeable = False
 
     def handed_out(self, view: Bytes) -> None:
         """The caller may write into this from now on."""
         view.flags.writeable = not self.sealed
-        self._handed_out.append(view)
+        self._handed_out[id(view)] = view
 
     def hash_at(self, index: int) -> bytes:
         """The hash of block `index`."""

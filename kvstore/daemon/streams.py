@@ -227,8 +227,10 @@ class SessionStream:
         replies = [self._operate(session.id, op) for op in batch.ops]
         at_once: list[pb.Grant] = []
         self._at_once = at_once
-        self._hub.settle()
-        self._at_once = None
+        try:
+            self._hub.settle()
+        finally:
+            self._at_once = None
         for message in wire.batch_messages(batch.number, replies, at_once):
             self._push(message)
 
