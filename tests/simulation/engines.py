@@ -131,6 +131,8 @@ class Engine:
                 if self._namespaces[kind.name].epoch != opened.session.epoch:
                     raise errors.StaleEpoch("another daemon by now")
         except errors.KVStoreError:
+            self._truth.let_go(*self._hands.held())  # what was resumed ends with this session
+            self._hands = Hands()
             opened.drop()
             await link.close()
             raise
