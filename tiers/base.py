@@ -55,7 +55,7 @@ class ByteTier(Protocol):
         """
 
     def health(self) -> Health:
-        """The tier's state now. A fault shows until the same kind of call works again."""
+        """The tier's state now. A fault shows for a few seconds, and until the same kind of call works again."""
 
     def close(self) -> None:
         """Give the medium back once the calls in progress end; does not wait for them. Idempotent. Later calls raise Unavailable."""

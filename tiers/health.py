@@ -1,4 +1,8 @@
-"""Keeps what is wrong with a tier now: a fault stands until the same kind of call works again, or a probe finds the medium well."""
+"""Keeps what is wrong with a tier now: a fault stands until the same kind of call works again, or a probe finds the medium well.
+
+It stands for some seconds in any case: where some writes fail and others work, as on a disk that is nearly full, health would
+otherwise change so often that nobody who looks once a second would ever see it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import threading
 import time
 
 from kvstore.tiers.base import Health, HealthState
+
+STANDS_S = 2.5  # seconds: longer than from one look to the next, and than from a failed write to the next try
 
 
 class HealthRecord:
@@ -27,7 +33,9 @@ class HealthRecord:
         """A call of this kind did what it should."""
         if kind in self._faults:  # without the lock: nearly always false, and a fault noted meanwhile is cleared next time
             with self._lock:
-                self._faults.pop(kind, None)
+                _, at = self._faults.get(kind, ("", 0.0))
+                if at <= time.monotonic() - STANDS_S:
+                    self._faults.pop(kind, None)
 
     def quiet_for(self, seconds: float) -> bool:
         """Whether faults stand, and none was met for so long: what was wrong may be over."""

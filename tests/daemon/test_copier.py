@@ -152,6 +152,7 @@ def test_right_bytes_under_another_key_are_corrupt(rig: Rig) -> None:
         assert results(rig.copier.run(ReadJob((wrong,)))) == [CORRUPT]
 
 
+@pytest.mark.usefixtures("faults_pass_at_once")
 def test_a_truncated_file_fails_what_lies_beyond_and_no_more(rig: Rig) -> None:
     sums = rig.put(1, 2, 3, 4)
     os.truncate(rig.data, 3 * SLOT_UNITS * UNIT_BYTES + 100)

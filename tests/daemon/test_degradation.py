@@ -31,6 +31,7 @@ BACK_S = 12.0  # seconds until a disk that is well again shows as well: some of 
 HURRY = ",".join(
     (
         "kvstore.cache.completions.WRITE_PAUSE_S=0.3",
+        "kvstore.tiers.health.STANDS_S=0.8",
         "kvstore.tiers.nvme.PROBE_QUIET_S=0.9",
         "kvstore.daemon.server.BEAT_TICKS=2",
         "kvstore.daemon.server.STOP_SLACK_S=4",

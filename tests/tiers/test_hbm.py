@@ -99,6 +99,7 @@ def test_the_pool_is_whole_granules_and_the_tier_no_larger_than_asked(driver: Fa
     tier.close()
 
 
+@pytest.mark.usefixtures("faults_pass_at_once")
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_copy_that_cannot_be_queued_waits_for_those_before_it(driver: FakeCuda, kind: str) -> None:
     tier = _tier(driver)

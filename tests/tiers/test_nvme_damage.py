@@ -90,6 +90,7 @@ def test_a_record_needs_its_extent_first(disk: Disk) -> None:
         tier.write_records([record_of(30, filled(0, SLOT_UNITS * UNIT_BYTES))])
 
 
+@pytest.mark.usefixtures("faults_pass_at_once")
 def test_a_truncated_data_file_fails_reads_and_nothing_else(disk: Disk) -> None:
     tier = disk.filled(10)
     os.truncate(disk.directory / "data", units_of(6) * UNIT_BYTES + 5000)
@@ -135,6 +136,7 @@ def test_a_deleted_file_of_records_means_no_blocks(disk: Disk) -> None:
 FAULTS = [(errno.ENOSPC, ResourceExhausted), (errno.EDQUOT, ResourceExhausted), (errno.EIO, Unavailable)]
 
 
+@pytest.mark.usefixtures("faults_pass_at_once")
 @pytest.mark.parametrize(("number", "kind"), FAULTS)
 def test_a_fault_has_a_type_and_health_recovers(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
