@@ -18,11 +18,12 @@ from kvstore.errors import KVStoreError
 class Sampling:
     """How the next token is chosen. The defaults are greedy.
 
-    temperature         0: the likeliest token; else logits are divided by it    top_p, top_k    keep the likeliest of so much mass, so many (0: all)
-    min_p               keep tokens at least so likely as this share of the likeliest
+    temperature     0: the likeliest token; else logits are divided by it
+    top_p, top_k    keep the likeliest of so much mass, so many (0: all)
+    min_p           keep tokens at least so likely as this share of the likeliest
     presence_penalty, frequency_penalty   taken from the logits of tokens made so far: once, and for each time
-    seed                None: unlike every other request. Branch b of a request draws from (seed, b)
-    logprobs            so many of the likeliest tokens are told with each token, besides its own; -1: no logprobs at all
+    seed            None: unlike every other request. Branch b of a request draws from (seed, b)
+    logprobs        so many of the likeliest tokens are told with each token, besides its own; -1: no logprobs at all
     """
 
     temperature: float = 0.0
@@ -113,7 +114,10 @@ class Serving(Protocol):
     """An engine as whoever serves it sees it. Any thread may call."""
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Take a request. Raises InvalidArgument and LimitExceeded for one that the model cannot serve, ResourceExhausted when too many wait."""
+        """Take a request.
+
+        Raises InvalidArgument and LimitExceeded for one that the model cannot serve, ResourceExhausted when too many wait.
+        """
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges by metric name (without a prefix); names that end in _total only ever rise."""
