@@ -1,8 +1,9 @@
 """Attention over paged K and V, as a function that transformers calls in place of its own.
 
-One forward pass handles one `Step`: for each row of the batch a sequence, how many of its tokens are in the cache, and how many are
-new. Each layer writes the new K and V into the sequence's slots, gathers all of the layer into scratch, and calls transformers' own
-SDPA path on it. The bytes and the shapes are those that a contiguous cache would have, so the result is equal to the last bit.
+One forward pass handles one `Step`: the new tokens of some sequences, one after another in a single row, and for each sequence how
+many of its tokens are in the cache already. Prompts and single tokens may share a step. Each layer writes the new K and V into the
+sequence's slots, gathers all of the layer into scratch, and calls transformers' own SDPA path on it. The bytes and the shapes are
+those that a contiguous cache would have, so the result is equal to the last bit.
 """
 
 import time
@@ -27,11 +28,12 @@ _REFUSED = ("softcap", "sliding_window", "s_aux", "position_bias")
 
 @dataclass
 class Span:
-    """One sequence's part in a step: `start` tokens are in its slots, `count` are new and have slots to go to."""
+    """One sequence's part in a step: `start` tokens are in its slots; `count` are new, have slots to go to, and are the step's `at` on."""
 
     table: BlockTable
     start: int
     count: int
+    at: int = 0
     mask: Tensor | None = field(init=False, default=None)
     gatherer: Gatherer | None = field(init=False, default=None)
 
@@ -41,10 +43,15 @@ class Span:
             self.mask = sdpa_mask(batch_size=1, q_length=self.count, kv_length=total, q_offset=self.start)
             self.gatherer = Gatherer(self.table, -(-total // self.table.layout.tokens))
 
+    @property
+    def tokens(self) -> slice:
+        """Where its new tokens are in the step."""
+        return slice(self.at, self.at + self.count)
+
 
 @dataclass
 class Step:
-    """One forward pass over a batch with the same number of new tokens in each row. Adds up what its parts took."""
+    """One forward pass over the new tokens of its spans. Adds up what its parts took."""
 
     spans: list[Span]
     scratch: Scratch
@@ -78,8 +85,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of one layer for the step in `paged_step`, which is passed to the model's forward.
 
-    query   [batch, q_heads, new tokens, dim]     key, value  [batch, kv_heads, new tokens, dim], all after their rotation
-    Returns [batch, new tokens, q_heads, dim]. Raises InvalidArgument without a step, and for what it does not do (windows, sinks, …).
+    query   [1, q_heads, new tokens, dim]     key, value  [1, kv_heads, new tokens, dim], all after their rotation
+    Returns [1, new tokens, q_heads, dim]. Raises InvalidArgument without a step, and for what it does not do (windows, sinks, …).
     """
     if paged_step is None:
         raise InvalidArgument("paged attention was called without paged_step; pass it to the model's forward")
@@ -87,12 +94,12 @@ def paged_attention(
         if others.get(name) is not None:
             raise InvalidArgument(f"the model's attention uses {name}, which the paged cache does not do; serve it without the store")
     layer = cast(int, module.layer_idx)
-    rows = []
-    for row, span in enumerate(paged_step.spans):
-        keys, values = paged_step.keys_values(span, layer, key[row], value[row])
-        out, _ = sdpa_attention_forward(module, query[row : row + 1], keys[None], values[None], span.mask, scaling=scaling)
-        rows.append(out)
-    return (rows[0] if len(rows) == 1 else torch.cat(rows)), None
+    parts = []
+    for span in paged_step.spans:
+        keys, values = paged_step.keys_values(span, layer, key[0, :, span.tokens], value[0, :, span.tokens])
+        out, _ = sdpa_attention_forward(module, query[:, :, span.tokens], keys[None], values[None], span.mask, scaling=scaling)
+        parts.append(out)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
 def no_mask(*_: object, **__: object) -> None:

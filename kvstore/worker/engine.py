@@ -157,14 +157,17 @@ class Engine:
         """Logits [batch, vocab] after the next `count` tokens of each sequence."""
         began_at = time.perf_counter()
         sequences = [active.sequence for active in batch]
-        step = self._cache.step(sequences, count)
-        tokens = torch.tensor([sequence.tokens[sequence.computed : sequence.computed + count] for sequence in sequences])
-        positions = torch.tensor([list(range(sequence.computed, sequence.computed + count)) for sequence in sequences])
+        step = self._cache.step([(sequence, count) for sequence in sequences])
+        tokens = [token for sequence in sequences for token in sequence.tokens[sequence.computed : sequence.computed + count]]
+        positions = [place for sequence in sequences for place in range(sequence.computed, sequence.computed + count)]
+        last = torch.tensor([span.at + span.count - 1 for span in step.spans])
         model = cast(Any, self._loaded.model)
-        out = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1, paged_step=step)
+        out = model(
+            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False, logits_to_keep=last, paged_step=step
+        )
         timings.gather_s, timings.write_s = step.gather_s, step.write_s
         timings.compute_s = time.perf_counter() - began_at - step.gather_s - step.write_s
-        return cast(Tensor, out.logits[:, -1])
+        return cast(Tensor, out.logits[0])
 
     def _take(self, active: _Active, token: int, running: list[_Active]) -> None:
         """Add a sampled token; ends the sequence where it was the last."""

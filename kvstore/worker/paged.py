@@ -64,9 +64,13 @@ class PagedCache:
         self._open.add(sequence)
         return sequence
 
-    def step(self, sequences: Sequence["PagedSequence"], count: int) -> Step:
-        """One forward pass that computes the next `count` tokens of each sequence; `ensure` has found their slots."""
-        return Step([Span(sequence.table, sequence.computed, count) for sequence in sequences], self.scratch)
+    def step(self, parts: Sequence[tuple["PagedSequence", int]]) -> Step:
+        """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
+        ends = itertools.accumulate(count for _, count in parts)
+        spans = [
+            Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)
+        ]
+        return Step(spans, self.scratch)
 
     def arena(self) -> ArenaRows:
         """The store's arena as it is mapped now."""
