@@ -115,6 +115,20 @@ class BlockTable:
         self.runs[-1].units.extend(units)
         self._blocks += len(units)
 
+    def pop(self) -> None:
+        """Take the last block away."""
+        self.runs[-1].units.pop()
+        if not self.runs[-1].units:
+            self.runs.pop()
+        self._blocks -= 1
+
+    def copy(self) -> "BlockTable":
+        """A table of the same blocks, to go on differently."""
+        made = BlockTable(self.layout)
+        made.runs = [Run(run.arena, list(run.units)) for run in self.runs]
+        made._blocks = self._blocks
+        return made
+
     def between(self, first: int, last: int) -> Iterator[tuple[int, ArenaRows, list[int]]]:
         """Blocks [first, last), as (index of the first, arena, units) per run."""
         start = 0
