@@ -29,11 +29,11 @@ class Detokenizer:
         whole = self._whole(text)
         self._waiting_tokens = self._waiting_tokens + 1 if len(whole) < len(text) else 0
         if self._waiting_tokens >= _SPLIT_TOKENS:
-            whole, self._waiting_tokens = text, 0
+            whole = text[:-1]  # all but the last are broken for good; that one may be a character's beginning
         out = whole[len(self._shown) :]
         self._shown = max(self._shown, whole, key=len)
-        if len(self._window) >= WINDOW_TOKENS and len(self._shown) == len(text):
-            self._slide()
+        if len(self._window) >= WINDOW_TOKENS:
+            self._slide(len(text) - len(self._shown))
         return out
 
     def end(self) -> str:
@@ -42,11 +42,12 @@ class Detokenizer:
         out, self._shown = text[len(self._shown) :], text
         return out
 
-    def _slide(self) -> None:
+    def _slide(self, held: int) -> None:
+        """Let go of older tokens, where the newer ones alone give the same text, of which so many letters are held back."""
         kept = self._window[-CONTEXT_TOKENS:]
         text = self._decode(kept)
-        if REPLACEMENT not in text or len(self._window) >= _MOST_WINDOW_TOKENS:
-            self._window, self._shown = kept, text
+        if REPLACEMENT not in text or (held <= 1 and len(self._window) >= _MOST_WINDOW_TOKENS):
+            self._window, self._shown = kept, text[: len(text) - held]
 
     @staticmethod
     def _whole(text: str) -> str:

@@ -31,8 +31,10 @@ def test_no_character_comes_out_broken(text: str, context: int) -> None:
     assert before.rstrip("\ufffd") + "".join(pieces) + detokenizer.end() == whole
 
 
-@given(st.lists(st.integers(0, 255), max_size=150))
-def test_bytes_that_are_no_text_are_not_lost(tokens: list[int]) -> None:
+@given(st.lists(st.sampled_from(["a", "é", "你", "🎉", "\ufffd"]).map(str.encode) | st.binary(max_size=12), max_size=60))
+@example([b"\xff" * 10, "你".encode(), b"\xff" * 200, "🎉".encode()])
+def test_bytes_that_are_no_text_are_not_lost(parts: list[bytes]) -> None:
+    tokens = list(b"".join(parts))
     detokenizer = Detokenizer(bytes_as_text)
     pieces = [detokenizer.add(token) for token in tokens]
     together = "".join(pieces) + detokenizer.end()
