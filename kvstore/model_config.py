@@ -52,17 +52,31 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
 
 
 def position_facts(config: Any) -> str:
-    """Every rope parameter of a loaded Hugging Face config object as canonical JSON; "" for a model without one."""
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
-        return ""
+    """What a loaded Hugging Face config object says of positions, as canonical JSON; "" for a model that has nothing to say.
+
+    Every rope parameter, those of each type of layer where they differ; and the window of layers that see only the last tokens,
+    since what a layer sees decides the keys of the next.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
     facts = dict(rope)
-    if facts.get("rope_type", "default") != "default":
-        facts["max_position_embeddings"] = config.max_position_embeddings
-    for name in ("head_dim", "partial_rotary_factor"):
-        if getattr(config, name, None) is not None:
-            facts[name] = getattr(config, name)
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    if facts:
+        each = [part for part in facts.values() if isinstance(part, Mapping)] or [facts]
+        if any(part.get("rope_type", "default") != "default" for part in each):
+            facts["max_position_embeddings"] = config.max_position_embeddings
+        for name in ("head_dim", "partial_rotary_factor"):
+            if getattr(config, name, None) is not None:
+                facts[name] = getattr(config, name)
+    facts |= _window_facts(config)
+    return json.dumps(facts, sort_keys=True, separators=(",", ":")) if facts else ""
+
+
+def _window_facts(config: Any) -> dict[str, Any]:
+    """The window, and which layers have it where not all do; nothing for a model without one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = list(getattr(config, "layer_types", None) or [])
+    if not window or (kinds and "sliding_attention" not in kinds):
+        return {}
+    return {"sliding_window": window} | ({"layer_types": kinds} if len(set(kinds)) > 1 else {})
 
 
 def _kv_heads(text: Mapping[str, Any], query_heads: int) -> int:

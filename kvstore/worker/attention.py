@@ -2,8 +2,9 @@
 
 One forward pass handles one `Step`: the new tokens of some sequences, one after another in a single row, and for each sequence how
 many of its tokens are in the cache already. Prompts and single tokens may share a step. Each layer writes the new K and V into the
-sequence's slots, gathers all of the layer into scratch, and calls transformers' own SDPA path on it. The bytes and the shapes are
-those that a contiguous cache would have, so the result is equal to the last bit.
+sequence's slots, gathers what the layer reaches into scratch, and calls transformers' own SDPA path on it. The bytes and the shapes
+are those that a contiguous cache would have, so the result is equal to the last bit. Layers that SDPA cannot do (softcap, sinks)
+go through `scores`; those with latent attention through `latent`.
 """
 
 import time
@@ -16,14 +17,33 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from kvstore.errors import InvalidArgument
+from kvstore.worker import latent
 from kvstore.worker.rows import BlockTable, Gatherer, Scratch
+from kvstore.worker.scores import softmax_by_hand
 
 NAME = "kvstore_paged"
-# What some models ask of their attention beyond a causal softmax; none of it is done here, so none may be passed over.
-_REFUSED = ("softcap", "sliding_window", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the layers of one kind attend to: all tokens before, or the last `window`, the querying one included.
+
+    It stands where transformers passes a mask to its layers, which hand it to the attention unread.
+    """
+
+    window: int | None
+
+
+@dataclass(frozen=True)
+class View:
+    """What one sequence's new tokens attend to under one reach: tokens `low` and on, through `mask` (None: see `sdpa_mask`)."""
+
+    low: int
+    mask: Tensor | None
+    gatherer: Gatherer | None
 
 
 @dataclass
@@ -34,19 +54,42 @@ class Span:
     start: int
     count: int
     at: int = 0
-    mask: Tensor | None = field(init=False, default=None)
-    gatherer: Gatherer | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.start:
-            total = self.start + self.count
-            self.mask = sdpa_mask(batch_size=1, q_length=self.count, kv_length=total, q_offset=self.start)
-            self.gatherer = Gatherer(self.table, -(-total // self.table.layout.tokens))
+    _views: dict[int | None, View] = field(init=False, default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
     @property
     def tokens(self) -> slice:
         """Where its new tokens are in the step."""
         return slice(self.at, self.at + self.count)
+
+    @property
+    def total(self) -> int:
+        """Tokens in its slots once the step is done."""
+        return self.start + self.count
+
+    def view(self, window: int | None) -> View:
+        """What its new tokens attend to in layers of this window. Made once a step."""
+        found = self._views.get(window)
+        if found is None:
+            low = 0 if window is None or not self.start else max(0, self.start - window + 1)
+            size = self.table.layout.tokens
+            gatherer = Gatherer(self.table, low // size, -(-self.total // size)) if self.start else None
+            found = self._views[window] = View(low, self._mask(low, window), gatherer)
+        return found
+
+    def whole_mask(self, window: int | None) -> Tensor:
+        """[1, 1, new token, token from the view's `low` on]: True where it attends. Made once a step."""
+        found = self._masks.get(window)
+        if found is None:
+            found = self._masks[window] = cast(Tensor, self._mask(self.view(window).low, window, skip=False))
+        return found
+
+    def _mask(self, low: int, window: int | None, skip: bool = True) -> Tensor | None:
+        rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        return sdpa_mask(
+            batch_size=1, q_length=self.count, kv_length=self.total - low, q_offset=self.start, kv_offset=low, mask_function=rule,
+            local_size=window, allow_is_causal_skip=skip,
+        )  # fmt: skip
 
 
 @dataclass
@@ -58,19 +101,21 @@ class Step:
     gather_s: float = 0.0
     write_s: float = 0.0
 
-    def keys_values(self, span: Span, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All K and V that the new tokens attend to, [head, token, dim], after writing theirs: keys [head, new token, dim]."""
+    def keys_values(self, span: Span, layer: int, window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V from the view's `low` on, [head, token, dim], after writing the new tokens' own: keys [head, new token, dim]."""
         began_at = time.perf_counter()
         keys, values = keys.contiguous(), values.contiguous()
         span.table.write(layer, span.start, keys, values)
         written_at = time.perf_counter()
         self.write_s += written_at - began_at
-        if span.gatherer is None:
+        view = span.view(window)
+        if view.gatherer is None:
             return keys, values  # all there is was just computed: no need to read it back
-        keys, values = span.gatherer.layer(layer, self.scratch)
-        total = span.start + span.count
+        keys, values = view.gatherer.layer(layer, self.scratch)
+        first = view.gatherer.first * span.table.layout.tokens
+        tokens = slice(view.low - first, span.total - first)
         self.gather_s += time.perf_counter() - written_at
-        return keys[:, :total], values[:, :total]
+        return keys[:, tokens], values[:, tokens]
 
 
 def paged_attention(
@@ -78,32 +123,63 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Reach | Tensor | None,
     scaling: float | None = None,
     paged_step: Step | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one layer for the step in `paged_step`, which is passed to the model's forward.
 
-    query   [1, q_heads, new tokens, dim]     key, value  [1, kv_heads, new tokens, dim], all after their rotation
-    Returns [1, new tokens, q_heads, dim]. Raises InvalidArgument without a step, and for what it does not do (windows, sinks, …).
+    query   [1, q_heads, new tokens, dim]     key, value  [1, kv_heads, new tokens, dim], all after their rotation; where the layer
+    is latent, key [1, 1, new tokens, latent] and value [1, 1, new tokens, rope], as `latent.kept_compressed` leaves them
+    softcap the scores are softcap * tanh(score / softcap)     s_aux  [q_heads] the score of a token that nobody sees
+    Returns [1, new tokens, q_heads, value dim]. Raises InvalidArgument without a step, and for what it does not do.
     """
     if paged_step is None:
         raise InvalidArgument("paged attention was called without paged_step; pass it to the model's forward")
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise InvalidArgument(f"the model's attention uses {name}, which the paged cache does not do; serve it without the store")
+    if others.get("position_bias") is not None:
+        raise InvalidArgument("the model's attention uses position_bias, which the paged cache does not do; serve it without the store")
+    window = _window(attention_mask, others.get("sliding_window"))
     layer = cast(int, module.layer_idx)
+    is_latent = latent.is_latent(module)
+    if is_latent:
+        key, value = torch.cat((key, value), dim=-1), value[..., :0]
     parts = []
     for span in paged_step.spans:
-        keys, values = paged_step.keys_values(span, layer, key[0, :, span.tokens], value[0, :, span.tokens])
-        out, _ = sdpa_attention_forward(module, query[:, :, span.tokens], keys[None], values[None], span.mask, scaling=scaling)
+        new, tokens = query[:, :, span.tokens], span.tokens
+        keys, values = paged_step.keys_values(span, layer, window, key[0, :, tokens], value[0, :, tokens])
+        if is_latent:
+            out = latent.attend(module, new, keys, span.view(window).mask, cast(float, scaling))
+        elif softcap is not None or s_aux is not None:
+            mask = span.whole_mask(window)[0, 0] if span.count > 1 else None
+            out = softmax_by_hand(new, keys, values, mask, cast(float, scaling), softcap, s_aux)
+        else:
+            out, _ = sdpa_attention_forward(module, new, keys[None], values[None], span.view(window).mask, scaling=scaling)
         parts.append(out)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def no_mask(*_: object, **__: object) -> None:
-    """The mask that transformers prepares for this attention: none, since each sequence of a step has its own."""
+def _window(mask: Reach | Tensor | None, asked: int | None) -> int | None:
+    """The layer's window: as transformers' mask would have it, which its attention must not contradict."""
+    if isinstance(mask, Reach):
+        if asked not in (None, mask.window):
+            raise InvalidArgument(f"the model's attention asks for a window of {asked} tokens, its mask for {mask.window}; not served")
+        return mask.window
+    if mask is not None:
+        raise InvalidArgument("the model makes a mask of its own, which the paged cache does not know; serve it without the store")
+    return asked
+
+
+def reach(*_: object, use_vmap: bool = False, local_size: int | None = None, **__: object) -> Reach:
+    """What transformers asks for when it prepares a mask for this attention. Each sequence makes its own of it.
+
+    Raises InvalidArgument where the model adds a rule of its own to the causal one.
+    """
+    if use_vmap:
+        raise InvalidArgument("the model's mask is more than causal, which the paged cache does not know; serve it without the store")
+    return Reach(local_size)
 
 
 @contextmanager
@@ -112,12 +188,13 @@ def paged(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
-        yield
+        with latent.kept_compressed(model):
+            yield
     finally:
         model.set_attn_implementation(before)
 
 
 def register() -> None:
     """Make the attention known to transformers under NAME. Idempotent."""
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionInterface.register(NAME, cast(Any, paged_attention))
+    AttentionMaskInterface.register(NAME, reach)

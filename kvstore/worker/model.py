@@ -15,6 +15,7 @@ from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 from kvstore.model_config import position_facts
 from kvstore.worker import attention, bundled
+from kvstore.worker.kinds import reason_to_refuse
 
 BLOCK_TOKENS = 16  # tokens: 360 KiB a block for the bundled model; half a block is computed again on an average hit
 # What decides which token ids a text becomes; a folder has some of these.
@@ -84,10 +85,9 @@ def load_model(folder: Path | None = None, dtype: torch.dtype | None = None) -> 
 
 def prepare(model: PreTrainedModel, identity: Identity, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
     """Make a model in memory ready to run. Raises InvalidArgument for one that the paged cache cannot serve."""
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "is_encoder_decoder", False):
-        raise InvalidArgument(f"model {identity.model}: layers {sorted(kinds)} need more than every block; only full attention is served")
+    why_not = reason_to_refuse(model)
+    if why_not:
+        raise InvalidArgument(f"model {identity.model}: {why_not}; serve it without the store")
     attention.register()
     cast(Any, model).eval()
     model.requires_grad_(False)

@@ -22,15 +22,21 @@ FEW_BLOCKS = 4  # fewer whole blocks are written one by one: an indexed write wa
 
 
 class RowLayout:
-    """Where the keys and values of one layer lie, counted in rows. Raises GeometryError for layouts other than kv1 with heads."""
+    """Where the keys and values of one layer lie, counted in rows. Raises GeometryError for layouts other than kv1 without scales.
+
+    Blocks of latent attention (MLA) are read as one head whose keys are latent ‖ rope, and whose values have no elements.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
-        if geometry.format != "kv1" or geometry.kind != "mha" or geometry.quant is not None:
-            raise GeometryError("the worker reads kv1 blocks with keys and values per head and without scales; choose such a geometry")
+        if geometry.format != "kv1" or geometry.quant is not None:
+            raise GeometryError("the worker reads kv1 blocks without scales; choose such a geometry")
         self.geometry = geometry
         self.dtype = cast(torch.dtype, getattr(torch, geometry.dtype))
-        self.heads, self.tokens = geometry.kv_heads, geometry.block_tokens
-        self.key_dim, self.value_dim = geometry.key_dim, geometry.value_dim
+        self.tokens = geometry.block_tokens
+        is_latent = geometry.kind == "mla"
+        self.heads = 1 if is_latent else geometry.kv_heads
+        self.key_dim = geometry.latent_dim + geometry.rope_dim if is_latent else geometry.key_dim
+        self.value_dim = geometry.value_dim
         key_bytes = self.tokens * self.key_dim * self.dtype.itemsize
         value_bytes = self.tokens * self.value_dim * self.dtype.itemsize
         row_bytes = math.gcd(UNIT_BYTES, key_bytes, value_bytes)
@@ -81,12 +87,19 @@ class ArenaRows:
             self.items.as_strided(part.shape, (room, dim, 1), at + first * dim).copy_(part)
             at += layout.heads * room
 
+    def copy_block(self, unit: int, source: "ArenaRows", source_unit: int) -> None:
+        """Make the block at `unit` equal to another one."""
+        rows = self.layout.geometry.slot_units * self.layout.unit_rows
+        to, at = unit * self.layout.unit_rows, source_unit * self.layout.unit_rows
+        self.rows[to : to + rows] = source.rows[at : at + rows]
+
     def write_whole(self, units: Sequence[int], layer: int, keys: Tensor, values: Tensor) -> None:
         """Write whole blocks: keys [head, blocks × tokens, key_dim], values likewise."""
         layout = self.layout
         starts = self.starts(units) + layer * layout.layer_rows
         for at, part in ((layout.key_rows(starts), keys), (layout.value_rows(starts), values)):
-            self.rows[at] = part.contiguous().view(-1, layout.row_items)
+            if len(at):
+                self.rows[at] = part.contiguous().view(-1, layout.row_items)
 
 
 @dataclass
@@ -114,6 +127,10 @@ class BlockTable:
             self.runs.append(Run(arena))
         self.runs[-1].units.extend(units)
         self._blocks += len(units)
+
+    def addresses(self) -> list[tuple[int, int]]:
+        """Every block as (its arena's address, its unit), in order."""
+        return [(run.arena.address, unit) for run in self.runs for unit in run.units]
 
     def pop(self) -> None:
         """Take the last block away."""
@@ -171,18 +188,18 @@ class Scratch:
 
 
 class Gatherer:
-    """The reading of one block table, layer by layer: the rows of all its blocks are found once, then shifted by the layer."""
+    """The reading of blocks [first, last) of a table, layer by layer: their rows are found once, then shifted by the layer."""
 
-    def __init__(self, table: BlockTable, blocks: int) -> None:
-        self.layout, self.blocks = table.layout, blocks
+    def __init__(self, table: BlockTable, first: int, last: int) -> None:
+        self.layout, self.first, self.blocks = table.layout, first, last - first
         self._parts: list[tuple[int, int, ArenaRows, Tensor]] = []
-        for first, arena, units in table.between(0, blocks):
+        for at, arena, units in table.between(first, last):
             starts = arena.starts(units)
             index = torch.cat((self.layout.key_rows(starts), self.layout.value_rows(starts)))
-            self._parts.append((first, len(units), arena, index))
+            self._parts.append((at - first, len(units), arena, index))
 
     def layer(self, layer: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Keys [head, token, key_dim] and values [head, token, value_dim] of all blocks, in scratch."""
+        """Keys [head, token, key_dim] and values [head, token, value_dim] of these blocks, in scratch."""
         out = scratch.take(self.blocks)
         shift = layer * self.layout.layer_rows
         keys, values = self.layout.split(out, self.blocks)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore import digests
 from kvstore.errors import ConfigError, InvalidArgument
-from kvstore.hashing import Identity, fingerprint
+from kvstore.hashing import fingerprint
 from kvstore.model_config import position_facts
 from kvstore.worker import bundled
 from kvstore.worker.engine import Engine, Request
@@ -167,25 +167,11 @@ def test_a_model_whose_keys_depend_on_the_length_is_refused(folder: Path) -> Non
         load_model(folder)
 
 
-def test_a_model_with_windows_is_refused_when_it_attends(tiny: LoadedModel) -> None:
-    config = MistralConfig(
-        vocab_size=211, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        sliding_window=16, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    loaded = prepare(MistralForCausalLM(config), Identity(model="windows", dtype="float32"))
-    store = small_store(loaded)
-    engine = Engine(loaded, store)
-    with pytest.raises(InvalidArgument, match="sliding_window"):
-        engine.generate([Request(prompt(40), 2)])
-    assert store.held_bytes == 0
-    engine.close()
-
-
 def test_layers_that_keep_something_else_are_refused(tiny: LoadedModel) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(InvalidArgument, match="sliding_attention"):
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(InvalidArgument, match="linear_attention"):
         prepare(model, replace(tiny.identity, model="mixed"))

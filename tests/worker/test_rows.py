@@ -49,7 +49,7 @@ def test_what_is_written_in_pieces_is_gathered_whole(geometry: Geometry, cuts: l
     for layer, (keys, values) in enumerate(written):
         for low, high in pairwise(edges):
             table.write(layer, low, keys[:, low:high], values[:, low:high])
-    gatherer, scratch = Gatherer(table, blocks), Scratch(table.layout)
+    gatherer, scratch = Gatherer(table, 0, blocks), Scratch(table.layout)
     for layer, (keys, values) in enumerate(written):
         found_keys, found_values = gatherer.layer(layer, scratch)
         assert torch.equal(found_keys, keys)
@@ -86,11 +86,10 @@ def test_a_write_touches_no_other_block() -> None:
 @pytest.mark.parametrize(
     "geometry",
     [
-        Geometry.mla(layers=1, latent_dim=512, rope_dim=64, dtype="bfloat16", block_tokens=16),
         Geometry("mha", 1, 1, 8, 8, "int8", 16, quant=Quant("symmetric", "head")),
         Geometry("mha", 1, 1, 8, 8, "bfloat16", 16, format="theirs", opaque_block_bytes=4096),
     ],
-    ids=["mla", "quantised", "opaque"],
+    ids=["quantised", "opaque"],
 )
 def test_a_layout_that_it_cannot_read_is_refused(geometry: Geometry) -> None:
     with pytest.raises(GeometryError):
