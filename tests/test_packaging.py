@@ -23,7 +23,8 @@ import kvstore
 for heavy in ("torch", "transformers", "cupy"):
     assert importlib.util.find_spec(heavy) is None, heavy
 found = pkgutil.walk_packages(kvstore.__path__, "kvstore.", onerror=lambda name: None)
-names = ["kvstore"] + [info.name for info in found if info.name != "kvstore.native._core"]  # a C library, no module
+libraries = ("kvstore.native._core", "kvstore.kernels.cpu._native")  # no modules
+names = ["kvstore"] + [info.name for info in found if info.name not in libraries]
 for name in names:
     try:
         importlib.import_module(name)
@@ -115,9 +116,9 @@ def _check_install(python: Path, *what: str) -> None:
 
 def test_a_wheel_holds_every_source_file_once(archives: Path) -> None:
     held = [name for name in zipfile.ZipFile(_wheel(archives / "tree")).namelist() if ".dist-info/" not in name]
-    library = [name for name in held if name.startswith("kvstore/native/_core") and name.endswith(".so")]
-    assert len(library) == (shutil.which("cc") is not None)
-    assert sorted(set(held) - set(library)) == sorted(_sources())
+    libraries = [name for name in held if re.fullmatch(r"kvstore/(native/_core|kernels/cpu/_native)[^/]*\.so", name)]
+    assert len(libraries) == (2 if shutil.which("cc") else 0)
+    assert sorted(set(held) - set(libraries)) == sorted(_sources())
 
 
 def test_the_source_archive_makes_the_same_wheel(archives: Path) -> None:
