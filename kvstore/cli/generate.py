@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
-    from kvstore.worker.engine import Completion
+    from kvstore.worker.branch import Completion
 
 NAME = "generate"
 HELP = """Continue a prompt with a language model, taking what the store already has of it.
@@ -38,8 +38,9 @@ def run(args: argparse.Namespace) -> int:
     text = _prompt(args)
     try:
         from kvstore.worker import opening
-        from kvstore.worker.engine import Engine, Request
+        from kvstore.worker.engine import Engine
         from kvstore.worker.model import load_model
+        from kvstore.worker.requests import Request
     except ModuleNotFoundError as error:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     loaded = load_model(args.model)

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from kvstore.clients.blocks import BlockStore
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.worker.engine import Engine, Request
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel, load_model
 from kvstore.worker.opening import open_shared
 from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Request
 
 FLUSH_TIMEOUT_S = 10.0  # for the commits of one answer to be acknowledged
 REACH_PAUSE_S = 0.1  # between two tries to reach a store that is away

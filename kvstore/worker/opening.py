@@ -6,7 +6,7 @@ from kvstore.clients.blocks import BlockStore
 from kvstore.clients.client import KVClient
 from kvstore.errors import Unavailable
 from kvstore.worker.model import LoadedModel
-from kvstore.worker.paged import AHEAD_BLOCKS
+from kvstore.worker.pool import AHEAD_BLOCKS
 from kvstore.worker.standalone import StandaloneStore
 
 

@@ -1,42 +1,41 @@
 """The paged KV cache of a worker's running sequences, over a store of blocks.
 
-A sequence leases the leading blocks that the store has, reserves slots for the rest and some ahead, and commits each block after
-the step that filled it. What it was given it keeps until it is closed, whatever became of the store: its leases and reservations stay
-mapped, and a block that turned out to exist already stays where it was written. Once the store cannot be reached, further blocks go
-to memory of this process; from there on nothing of the sequence is committed.
+A sequence leases the leading blocks that the store has, fills slots for the rest, and commits each block after the step that filled
+it. What it was given it keeps until it is closed, whatever became of the store: its leases and reservations stay mapped, and a block
+that turned out to exist already stays where it was written. Once the store cannot be reached, further blocks go to memory of this
+process; from there on nothing of the sequence is committed.
 
-    open → (ensure → step → advance)* → close
+A fork shares all blocks of its origin, by reference count; the block that either writes to next is copied first.
+
+    pull → open → (ensure → step → advance)* → close
 """
 
 import itertools
-import threading
 import time
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvstore.clients.blocks import BlockStore, Slots
+from kvstore.clients.blocks import BlockStore
 from kvstore.errors import EnvironmentFault, InvalidArgument, ResourceExhausted
-from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
+from kvstore.hashing import HASH_BYTES, block_hashes
 from kvstore.worker.attention import Span, Step
-from kvstore.worker.rows import ArenaRows, BlockTable, RowLayout, Scratch
+from kvstore.worker.pool import Place, Pool, slots_of
+from kvstore.worker.pulls import Pulled, Pulls
+from kvstore.worker.rows import BlockTable, RowLayout, Scratch
 
 ACQUIRE_TIMEOUT_S = 10.0  # a prompt's wait for blocks on their way up: past that, computing them is faster
-AHEAD_BLOCKS = 4  # reserved ahead of a sequence in one batch: in blocks of 16 a store is asked once in 64 tokens
-PRIVATE_BLOCKS = 16  # taken at once from this process's memory when the store is gone: few allocations, little waste
+REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
 
 
-@dataclass(frozen=True)
-class Place:
-    """A slot to fill. `shared` False: in this process's own memory, unknown to the store."""
+@dataclass(eq=False)
+class Hold:
+    """What one sequence, or several that share it, holds of the store: a lease, and the places that it filled under it."""
 
-    arena: ArenaRows
-    unit: int
-    generation: int
-    shared: bool
+    lease: int
+    places: list[Place] = field(default_factory=list)
+    users: int = 1
 
 
 class PagedCache:
@@ -47,64 +46,90 @@ class PagedCache:
         self.layout = RowLayout(store.geometry)
         self.scratch = Scratch(self.layout)
         self.acquire_timeout_s = acquire_timeout_s
-        self.leases = itertools.count(1)
-        self.background = ThreadPoolExecutor(1, thread_name_prefix="kvstore-reserve")
-        self._arena_lock = threading.Lock()  # the background thread asks for it too
-        self._arena = ArenaRows(self.layout, store.arena)
+        self.pool = Pool(store, self.layout)
+        self.pulls = Pulls(store, self.pool)
+        self.committed: OrderedDict[bytes, None] = OrderedDict()  # bounded by REMEMBERED_BLOCKS; the newest last
+        self._uses: Counter[tuple[int, int]] = Counter()  # by (arena's address, unit): how many tables have the block
         self._open: set[PagedSequence] = set()
 
-    def open(self, tokens: Sequence[int], root: bytes) -> "PagedSequence":
-        """Begin a sequence with a prompt under the fingerprint `root`: leases the blocks that the store has of it.
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that open sequences have, each counted once."""
+        return len(self._uses)
 
-        At least the last token stays to be computed. A store that cannot be reached gives nothing, and is no error.
-        """
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks more that they would have if none were shared."""
+        return self._uses.total() - len(self._uses)
+
+    def pull(self, tokens: Sequence[int], root: bytes, timeout_s: float | None = None) -> Future[Pulled]:
+        """Begin to lease what the store has of a prompt under the fingerprint `root`."""
         if not tokens:
             raise InvalidArgument("the prompt has no tokens; give at least one")
-        sequence = PagedSequence(self, tokens, root)
-        self._open.add(sequence)
-        return sequence
+        return self.pulls.start(tokens, root, self.acquire_timeout_s if timeout_s is None else timeout_s)
+
+    def open(self, tokens: Sequence[int], root: bytes, pull: Future[Pulled] | None = None) -> "PagedSequence":
+        """Begin a sequence with a prompt, waiting for its pull. A store that cannot be reached gives nothing, and is no error."""
+        under_way = pull or self.pull(tokens, root)
+        self.pool.prepare()
+        return PagedSequence(self, tokens, under_way.result())
 
     def step(self, parts: Sequence[tuple["PagedSequence", int]]) -> Step:
         """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
         ends = itertools.accumulate(count for _, count in parts)
-        spans = [
-            Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)
-        ]
+        spans = [Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
         return Step(spans, self.scratch)
 
-    def arena(self) -> ArenaRows:
-        """The store's arena as it is mapped now."""
-        with self._arena_lock:
-            mapped = self.store.arena
-            if mapped.ctypes.data != self._arena.address:
-                self._arena = ArenaRows(self.layout, mapped)
-            return self._arena
+    def let_go(self, hold: Hold) -> None:
+        """One sequence less has this; the last one gives it back."""
+        hold.users -= 1
+        if hold.users:
+            return
+        self.store.release(hold.lease)
+        # Committed slots are no longer ours and are left alone; what is left are open blocks, and copies of blocks that existed.
+        if held := [place for place in hold.places if place.shared]:
+            self.store.abandon(slots_of(held))
 
-    def reserve(self, count: int) -> list[Place]:
-        """Up to `count` slots of the store. Raises EnvironmentFault where it cannot be reached. Any thread."""
-        arena = self.arena()
-        slots = self.store.reserve(count)
-        if self.arena() is not arena:  # attached anew in between: which mapping the slots belong to is unknown
-            self.store.abandon(slots)
-            return []
-        pairs = zip(slots.units.tolist(), slots.generations.tolist(), strict=True)
-        return [Place(arena, unit, generation, shared=True) for unit, generation in pairs]
+    def known_blocks(self, pulled: Pulled) -> int:
+        """How many of the blocks that a pull brought some open sequence has already."""
+        return sum((pulled.arena.address, unit) in self._uses for unit in pulled.units)
 
-    def private(self, count: int) -> list[Place]:
-        """Slots in memory of this process alone."""
-        geometry = self.layout.geometry
-        arena = ArenaRows(self.layout, np.zeros(count * geometry.slot_bytes, np.uint8))
-        return [Place(arena, index * geometry.slot_units, 0, shared=False) for index in range(count)]
+    def remember(self, hashes: Sequence[bytes]) -> None:
+        """These were committed just now."""
+        for each in hashes:
+            self.committed[each] = None
+            self.committed.move_to_end(each)
+        while len(self.committed) > REMEMBERED_BLOCKS:
+            self.committed.popitem(last=False)
+
+    def opened(self, sequence: "PagedSequence") -> None:
+        """A sequence has its first blocks."""
+        self._open.add(sequence)
+        self._uses.update(sequence.table.addresses())
+
+    def added(self, place: Place) -> None:
+        """A table has a block more."""
+        self._uses[(place.arena.address, place.unit)] += 1
+
+    def lost(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """A table no longer has these blocks."""
+        for block in blocks:
+            self._uses[block] -= 1
+            if not self._uses[block]:
+                del self._uses[block]
 
     def forget(self, sequence: "PagedSequence") -> None:
         """A sequence has closed."""
-        self._open.discard(sequence)
+        if sequence in self._open:
+            self._open.discard(sequence)
+            self.lost(sequence.table.addresses())
 
     def close(self) -> None:
-        """Close every sequence and wait for the reservations on their way. Idempotent."""
+        """Close every sequence and wait for the pulls and reservations on their way. Idempotent."""
         for sequence in list(self._open):
             sequence.close()
-        self.background.shutdown(wait=True)
+        self.pulls.close()
+        self.pool.close()
 
 
 class PagedSequence:
@@ -114,121 +139,120 @@ class PagedSequence:
     hit_tokens  how many of those came from the store      fault       what kept the store from being used, if anything did
     """
 
-    def __init__(self, cache: PagedCache, tokens: Sequence[int], root: bytes) -> None:
+    def __init__(self, cache: PagedCache, tokens: Sequence[int], pulled: Pulled, origin: "PagedSequence | None" = None) -> None:
         self.tokens = list(tokens)
-        self.table = BlockTable(cache.layout)
-        self.fault: EnvironmentFault | None = None
-        self.hash_s = self.acquire_s = self.reserve_s = 0.0
-        self._cache, self._root = cache, root
-        self._lease = next(cache.leases)
+        self.hash_s, self.acquire_s, self.reserve_s = pulled.hash_s, pulled.acquire_s, 0.0
+        self._cache, self._root = cache, pulled.root
         self._size = cache.layout.tokens
-        self._own: list[Place] = []
-        self._ahead: deque[Place] = deque()
         self._closed = False
-        # Beside the acquire, so that a prompt whose rest is short waits for one round trip and not for two.
-        self._reserving: Future[list[Place]] | None = cache.background.submit(cache.reserve, AHEAD_BLOCKS)
-        began_at = time.perf_counter()
-        self._hashes = bytearray(block_hashes(root, self.tokens, self._size))
-        self.hash_s = time.perf_counter() - began_at
-        self._hit_blocks = self._acquire()
-        self.acquire_s = time.perf_counter() - began_at - self.hash_s
-        self._committed = self._hit_blocks
-        self.computed = self.hit_tokens = self._hit_blocks * self._size
+        self._holds: list[Hold]  # the last one is where new places go
+        self._own: list[tuple[Hold, Place]]  # of the blocks after those that came from the store, in order
+        if origin is None:
+            self.table = BlockTable(cache.layout)
+            self.table.append(pulled.arena, pulled.units)
+            self.fault = pulled.fault
+            self._holds, self._own = [Hold(pulled.lease)], []
+            self._hashes = bytearray(pulled.hashes)
+            self._hit_blocks = self._committed = len(pulled.units)
+            self.computed = self.hit_tokens = self._hit_blocks * self._size
+        else:
+            self.table, self.fault = origin.table.copy(), origin.fault
+            self._holds, self._own = list(origin._holds), list(origin._own)
+            for hold in self._holds:
+                hold.users += 1
+            self._hashes = bytearray(origin._hashes)
+            self._hit_blocks, self._committed = origin._hit_blocks, origin._committed
+            self.computed, self.hit_tokens = origin.computed, origin.hit_tokens
+        cache.opened(self)
+
+    def fork(self) -> "PagedSequence":
+        """Another sequence with the same tokens, which shares every block until one of the two writes to it."""
+        pulled = Pulled(0, self._root, b"", self._cache.pool.arena())
+        return PagedSequence(self._cache, self.tokens, pulled, origin=self)
+
+    @property
+    def blocks_missing(self) -> int:
+        """Slots that `ensure` would need for all tokens that are not computed yet."""
+        return -(-len(self.tokens) // self._size) - len(self.table)
+
+    def hashes_to_come(self) -> set[bytes]:
+        """The hashes of full blocks of its tokens that are not committed yet, as far as they are known."""
+        return {bytes(self._hashes[at : at + HASH_BYTES]) for at in range(self._committed * HASH_BYTES, len(self._hashes), HASH_BYTES)}
 
     def append(self, token: int) -> None:
         """Add a token, to be computed by a later step."""
         self.tokens.append(token)
 
     def ensure(self, count: int) -> None:
-        """Find slots for the next `count` tokens. Raises ResourceExhausted where the store has no more to give."""
+        """Find slots for the next `count` tokens. Raises ResourceExhausted where the store has no more to give; then nothing changes."""
+        copies = 1 if self._tail_is_shared() else 0
         needed = -(-(self.computed + count) // self._size) - len(self.table)
-        if needed <= 0:
+        if needed + copies <= 0:
             return
         began_at = time.perf_counter()
-        self._collect()
-        if needed > len(self._ahead):
-            self._reserve(needed)
-        for _ in range(needed):
-            place = self._ahead.popleft()
-            self._own.append(place)
-            self.table.append(place.arena, [place.unit])
-        if not self._ahead and not self.fault:
-            self._reserving = self._cache.background.submit(self._cache.reserve, AHEAD_BLOCKS)
+        places = self._places(needed + copies)
+        if self._holds[-1].users > 1:
+            self._holds.append(Hold(self._cache.pulls.new_lease()))
+        if copies:
+            self._copy_tail(places[0])
+        for place in places[copies:]:
+            self._add(place)
+        self._cache.pool.prepare()
         self.reserve_s += time.perf_counter() - began_at
 
     def advance(self, count: int) -> None:
         """A step has filled the next `count` tokens' slots: commits the blocks that are now full."""
         self.computed += count
-        first, last = self._committed, self.computed // self._size
-        places = list(itertools.takewhile(lambda place: place.shared, self._own[first - self._hit_blocks : last - self._hit_blocks]))
-        if not places:
-            return
-        last = first + len(places)
-        self._hash_up_to(last)
-        hashes = bytes(self._hashes[first * HASH_BYTES : last * HASH_BYTES])
-        self._cache.store.commit(self._lease, _slots(places), hashes, self._hash_before(first))
-        self._committed = last
+        last = self.computed // self._size
+        while self._committed < last:
+            first = self._committed
+            hold, places = _run(self._own[first - self._hit_blocks : last - self._hit_blocks])
+            if not places:
+                return
+            self._hash_up_to(first + len(places))
+            hashes = bytes(self._hashes[first * HASH_BYTES : (first + len(places)) * HASH_BYTES])
+            self._cache.store.commit(hold.lease, slots_of(places), hashes, self._hash_before(first))
+            self._cache.remember([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
+            self._committed += len(places)
 
     def close(self) -> None:
         """Give back all that the sequence holds. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        store = self._cache.store
-        if self._reserving is not None:
-            self._reserving.add_done_callback(self._abandon_late)
-        store.release(self._lease)
-        # Committed slots are no longer ours and are left alone; what is left are open blocks, and copies of blocks that existed.
-        held = [place for place in (*self._own, *self._ahead) if place.shared]
-        if held:
-            store.abandon(_slots(held))
         self._cache.forget(self)
+        for hold in self._holds:
+            self._cache.let_go(hold)
 
-    def _acquire(self) -> int:
-        """Lease what the store has of the prompt; returns the number of blocks."""
-        usable = usable_blocks(len(self.tokens), self._size)
-        if usable == 0:
-            return 0
-        store, arena = self._cache.store, self._cache.arena()
-        try:
-            slots = store.acquire(self._lease, bytes(self._hashes[: usable * HASH_BYTES]), self._cache.acquire_timeout_s)
-        except EnvironmentFault as error:
-            self.fault = error
-            return 0
-        if self._cache.arena() is not arena or len(slots) > usable:
-            store.release(self._lease)
-            return 0
-        self.table.append(arena, slots.units.tolist())
-        return len(slots)
-
-    def _collect(self) -> None:
-        """Take what was reserved in the background."""
-        if self._reserving is not None:
-            waiting, self._reserving = self._reserving, None
-            try:
-                self._ahead.extend(waiting.result())
-            except ResourceExhausted:
-                return  # asked again below, where it is an error
-            except EnvironmentFault as error:
-                self.fault = error
-
-    def _reserve(self, needed: int) -> None:
-        """Bring the places ahead to at least `needed`: from the store, or from this process's memory once the store is gone."""
-        missing = needed - len(self._ahead)
+    def _places(self, count: int) -> list[Place]:
+        """From the store, or from this process's memory once the store is gone."""
         if self.fault is None:
             try:
-                self._ahead.extend(self._cache.reserve(missing + AHEAD_BLOCKS))
+                return self._cache.pool.take(count)
             except ResourceExhausted:
-                pass  # told below, with the numbers
+                raise
             except EnvironmentFault as error:
                 self.fault = error
-        if self.fault is not None:
-            self._ahead.extend(self._cache.private(max(missing, PRIVATE_BLOCKS)))
-        elif len(self._ahead) < needed:
-            raise ResourceExhausted(
-                f"the store has {len(self._ahead)} of {needed} slots that a sequence of {len(self.tokens)} tokens needs; "
-                "the rest is held by others: try again later, or give the store more memory"
-            )
+        return self._cache.pool.take_private(count)
+
+    def _add(self, place: Place) -> None:
+        hold = self._holds[-1]
+        hold.places.append(place)
+        self._own.append((hold, place))
+        self.table.append(place.arena, [place.unit])
+        self._cache.added(place)
+
+    def _tail_is_shared(self) -> bool:
+        """Whether the next token goes to a block that another sequence has too."""
+        return bool(self.computed % self._size) and len(self.table) * self._size > self.computed and self._own[-1][0].users > 1
+
+    def _copy_tail(self, place: Place) -> None:
+        """Go on in a copy of the last block."""
+        _, shared = self._own.pop()
+        place.arena.copy_block(place.unit, shared.arena, shared.unit)
+        self.table.pop()
+        self._cache.lost([(shared.arena.address, shared.unit)])
+        self._add(place)
 
     def _hash_up_to(self, blocks: int) -> None:
         have = len(self._hashes) // HASH_BYTES
@@ -239,14 +263,9 @@ class PagedSequence:
     def _hash_before(self, block: int) -> bytes:
         return bytes(self._hashes[(block - 1) * HASH_BYTES : block * HASH_BYTES]) if block else self._root
 
-    def _abandon_late(self, waiting: Future[list[Place]]) -> None:
-        """Slots that came after the sequence was closed."""
-        if not waiting.cancelled() and waiting.exception() is None and waiting.result():
-            self._cache.store.abandon(_slots(waiting.result()))
 
-
-def _slots(places: Sequence[Place]) -> Slots:
-    return Slots(
-        np.array([place.unit for place in places], np.uint32),
-        np.array([place.generation for place in places], np.uint32),
-    )
+def _run(own: Sequence[tuple[Hold, Place]]) -> tuple[Hold, list[Place]]:
+    """The leading places that the store knows under one lease."""
+    hold = own[0][0]
+    places = itertools.takewhile(lambda each: each[0] is hold and each[1].shared, own)
+    return hold, [place for _, place in places]

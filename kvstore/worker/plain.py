@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvstore.worker.engine import choose
 from kvstore.worker.model import LoadedModel
 
 
@@ -48,3 +47,8 @@ def generate_plain(loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, 
 def _forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> Tensor:
     out = model(input_ids=torch.tensor([list(tokens)]), cache=cache, use_cache=True, logits_to_keep=1)
     return cast(Tensor, out.logits[:, -1])
+
+
+def choose(logits: Tensor) -> list[int]:
+    """The likeliest token of each row of logits [batch, vocab]."""
+    return cast(list[int], logits.float().argmax(dim=-1).tolist())

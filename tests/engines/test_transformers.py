@@ -16,8 +16,9 @@ from kvstore.clients.client import KVClient
 from kvstore.clients.transformers import PrefixStore
 from kvstore.hashing import usable_blocks
 from kvstore.testing.daemon import DaemonProcess
-from kvstore.worker.engine import Engine, Request
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel, load_model
+from kvstore.worker.requests import Request
 from tests.engines.hf import BLOCK, MADE, TOLERANCE, answer, batch, generate, leave, logits_of, prompt, until_on_disk
 
 LENGTHS = [blocks * BLOCK + beside for blocks in (1, 4) for beside in (-1, 0, 1)]

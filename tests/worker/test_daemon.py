@@ -9,9 +9,10 @@ import pytest
 from kvstore.cli.demo_processes import Daemon, Places, places
 from kvstore.clients.blocks import Slots
 from kvstore.clients.client import KVClient
-from kvstore.worker.engine import Engine, Finish, Request
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Finish, Request
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt
 
 REACH_TRIES, REACH_PAUSE_S = 200, 0.05  # tries, and seconds between them: a daemon is back within a second or two

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from kvstore.errors import GeometryError, InvalidArgument, LimitExceeded
-from kvstore.worker.engine import MAX_BATCH_SEQUENCES, Engine, Finish, Request
+from kvstore.worker.engine import MAX_BATCH_SEQUENCES, Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Finish, Request
 from kvstore.worker.standalone import StandaloneStore
 from tests.worker.stores import Watched, prompt, small_store
 

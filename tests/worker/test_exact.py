@@ -8,9 +8,11 @@ import torch
 from kvstore.errors import InvalidArgument
 from kvstore.hashing import usable_blocks
 from kvstore.worker import attention
-from kvstore.worker.engine import Completion, Engine, Request
+from kvstore.worker.branch import Completion
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import PlainResult, generate_plain
+from kvstore.worker.requests import Request
 from kvstore.worker.standalone import StandaloneStore
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt, small_store
 

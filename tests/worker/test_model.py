@@ -15,9 +15,10 @@ from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.hashing import fingerprint
 from kvstore.model_config import position_facts
 from kvstore.worker import bundled
-from kvstore.worker.engine import Engine, Request
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel, load_model, prepare
 from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Request
 from tests.worker.stores import prompt, small_store
 
 

@@ -6,10 +6,11 @@ import pytest
 from kvstore.clients.blocks import Slots
 from kvstore.errors import DeadlineExceeded, EnvironmentFault, ResourceExhausted, Unavailable
 from kvstore.hashing import fingerprint
-from kvstore.worker.engine import Engine, Finish, Request
+from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Finish, Request
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt, small_store
 
 GONE = [Unavailable("the daemon is gone"), DeadlineExceeded("no answer")]

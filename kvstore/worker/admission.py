@@ -1,0 +1,137 @@
+"""The requests that wait: pulls what the store has of those that are next, and admits them when there is room.
+
+A prompt whose next block another sequence is computing right now waits for it: two workers of one store may compute the same block,
+one worker never does it twice.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from kvstore.hashing import HASH_BYTES, usable_blocks
+from kvstore.worker.branch import Branch
+from kvstore.worker.costs import Costs
+from kvstore.worker.paged import PagedCache
+from kvstore.worker.pulls import Pulled
+from kvstore.worker.scheduler import Room, Rules, order
+
+PULLS_AHEAD = 4  # waiting requests whose blocks are brought up before their turn
+
+
+class Admission:
+    """`waiting` is in no order; `look` sorts it."""
+
+    def __init__(self, cache: PagedCache, rules: Rules, costs: Costs, room: Room) -> None:
+        self.waiting: list[Branch] = []
+        self._cache, self._rules, self._costs, self._room = cache, rules, costs, room
+        self._size = cache.layout.tokens
+
+    def look(self, running: Sequence[Branch], now: float) -> list[Branch]:
+        """Those that run from now on; each has its sequence."""
+        if not self.waiting:
+            return []
+        for branch in self.waiting:
+            branch.hot_tokens = self._hot_tokens(branch)
+        self.waiting = order(self.waiting, now, self._rules)
+        self._pull(running, now)
+        return self._admit(running)
+
+    def under_way(self) -> list[Future[Pulled]]:
+        """Pulls that are not done."""
+        return [branch.pull for branch in self.waiting if branch.pull is not None and not branch.pull.done()]
+
+    def drop_one_pull(self) -> bool:
+        """Give back what the last of those that wait has been brought; whether there was any."""
+        for branch in reversed(self.waiting):
+            if branch.pull is not None:
+                self._drop(branch)
+                return True
+        return False
+
+    def forget(self, branch: Branch) -> None:
+        """A branch has ended."""
+        self._drop(branch)
+        if branch in self.waiting:
+            self.waiting.remove(branch)
+
+    def close(self) -> None:
+        """Forget all that wait."""
+        for branch in list(self.waiting):
+            self.forget(branch)
+
+    def _hot_tokens(self, branch: Branch) -> int:
+        """Leading tokens that the store has, as far as it is known without asking it."""
+        if branch.pull is not None and branch.pull.done():
+            return len(branch.pull.result().units) * self._size
+        return branch.hot_tokens
+
+    def _pull(self, running: Sequence[Branch], now: float) -> None:
+        """Begin the pulls of those that are next, as far as there is room for what they bring."""
+        held = self._cache.held_blocks
+        for branch in self.waiting[:PULLS_AHEAD]:
+            usable = usable_blocks(len(branch.tokens), self._size)
+            held += usable
+            if branch.pull is None and branch.not_before <= now and (held <= self._room.blocks or not running):
+                tokens = branch.tokens
+                limit_s = min(self._costs.load_limit_s(usable * self._size), self._cache.acquire_timeout_s)
+                branch.pull = self._cache.pull(tokens, branch.job.root, limit_s)
+                self._cache.pool.prepare()
+
+    def _admit(self, running: Sequence[Branch]) -> list[Branch]:
+        admitted: list[Branch] = []
+        seats = self._rules.running - sum(branch.seats for branch in running)
+        to_come = _hashes_to_come(running)
+        for branch in list(self.waiting):
+            if branch.seats > seats:
+                break
+            if branch.pull is None or not branch.pull.done():
+                continue
+            pulled = branch.pull.result()
+            if self._may_hit_more(branch, pulled, to_come):
+                continue
+            alone = not running and not admitted
+            if not alone and self._cache.held_blocks + self._new_blocks(branch, pulled) > self._room.blocks:
+                break
+            self._open(branch)
+            admitted.append(branch)
+            seats -= branch.seats
+            to_come |= _hashes_to_come([branch])
+        return admitted
+
+    def _may_hit_more(self, branch: Branch, pulled: Pulled, to_come: set[bytes]) -> bool:
+        """Whether the next block that a pull did not bring is on its way, or has come since; then the pull is made anew."""
+        at = len(pulled.units)
+        if pulled.fault is not None or at >= usable_blocks(len(branch.tokens), self._size):
+            return False
+        missing = pulled.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+        if missing in to_come:
+            return True
+        if missing not in self._cache.committed or missing == branch.asked_again:
+            return False
+        branch.asked_again = missing
+        self._drop(branch)
+        return True
+
+    def _new_blocks(self, branch: Branch, pulled: Pulled) -> int:
+        """Blocks that the branch would add to those held, with one for its first token and two for each further sample."""
+        blocks = len(branch.tokens) // self._size + 1
+        return blocks - self._cache.known_blocks(pulled) + 2 * (branch.seats - 1)
+
+    def _open(self, branch: Branch) -> None:
+        pull, branch.pull = branch.pull, None
+        branch.sequence = self._cache.open(branch.tokens, branch.job.root, pull)
+        self.waiting.remove(branch)
+        self._costs.loaded(branch.sequence.hit_tokens // self._size, branch.sequence.acquire_s)
+
+    def _drop(self, branch: Branch) -> None:
+        if branch.pull is not None:
+            pull, branch.pull = branch.pull, None
+            self._cache.pulls.drop(pull)
+
+
+def _hashes_to_come(running: Sequence[Branch]) -> set[bytes]:
+    """Hashes of the full blocks of prompts that are being computed."""
+    found: set[bytes] = set()
+    for branch in running:
+        if branch.sequence is not None and branch.tokens_to_come > 1:
+            found |= branch.sequence.hashes_to_come()
+    return found

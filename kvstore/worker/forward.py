@@ -1,0 +1,47 @@
+"""One forward pass of a model over the next tokens of some sequences."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kvstore.worker.model import LoadedModel
+from kvstore.worker.paged import PagedCache, PagedSequence
+
+
+class Spent(Protocol):
+    """Where the time of a pass is noted, in seconds."""
+
+    gather_s: float
+    write_s: float
+    compute_s: float
+
+
+def forward(loaded: LoadedModel, cache: PagedCache, parts: Sequence[tuple[PagedSequence, int]], spent: Spent) -> Tensor:
+    """Compute the next so many tokens of each sequence, for which `ensure` has found slots.
+
+    Returns logits [known, vocab], of each sequence that has no token left to compute afterwards, in their order. Where none is, one row
+    without meaning.
+    """
+    began_at = time.perf_counter()
+    step = cache.step(parts)
+    tokens = [token for each, count in parts for token in each.tokens[each.computed : each.computed + count]]
+    positions = [place for each, count in parts for place in range(each.computed, each.computed + count)]
+    known = [
+        span.at + count - 1
+        for span, (each, count) in zip(step.spans, parts, strict=True)
+        if each.computed + count == len(each.tokens)
+    ]  # fmt: skip
+    model = cast(Any, loaded.model)
+    out = model(
+        input_ids=torch.tensor([tokens]),
+        position_ids=torch.tensor([positions]),
+        use_cache=False,
+        logits_to_keep=torch.tensor(known or [0]),
+        paged_step=step,
+    )
+    spent.gather_s, spent.write_s = step.gather_s, step.write_s
+    spent.compute_s = time.perf_counter() - began_at - step.gather_s - step.write_s
+    return cast(Tensor, out.logits[0])

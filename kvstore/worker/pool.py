@@ -1,0 +1,123 @@
+"""Slots reserved ahead of all sequences of one worker, so that a step need not wait for the store.
+
+One thread takes; another of the pool's own asks the store for more while the model computes. `close` gives back what was not taken.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.clients.blocks import BlockStore, Slots
+from kvstore.errors import EnvironmentFault, ResourceExhausted
+from kvstore.worker.rows import ArenaRows, RowLayout
+
+AHEAD_BLOCKS = 4  # reserved ahead of all sequences: in blocks of 16 a store is asked about once in 64 tokens
+PRIVATE_BLOCKS = 16  # taken at once from this process's memory when the store is gone: few allocations, little waste
+
+
+@dataclass(frozen=True)
+class Place:
+    """A slot to fill. `shared` False: in this process's own memory, unknown to the store."""
+
+    arena: ArenaRows
+    unit: int
+    generation: int
+    shared: bool
+
+
+class Pool:
+    """Places to fill, `AHEAD_BLOCKS` of them in hand where the store gives so many."""
+
+    def __init__(self, store: BlockStore, layout: RowLayout) -> None:
+        self._store, self._layout = store, layout
+        self._ahead: deque[Place] = deque()
+        self._private: deque[Place] = deque()
+        self._asked: Future[list[Place]] | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="kvstore-reserve")
+        self._arena_lock = threading.Lock()  # the background thread asks for it too
+        self._arena = ArenaRows(layout, store.arena)
+
+    def arena(self) -> ArenaRows:
+        """The store's arena as it is mapped now. Any thread."""
+        with self._arena_lock:
+            mapped = self._store.arena
+            if mapped.ctypes.data != self._arena.address:
+                self._arena = ArenaRows(self._layout, mapped)
+            return self._arena
+
+    def prepare(self) -> None:
+        """Ask for places in the background where few are left."""
+        if self._asked is None and len(self._ahead) < AHEAD_BLOCKS:
+            self._asked = self._background.submit(self._reserve, AHEAD_BLOCKS)
+
+    def take(self, count: int) -> list[Place]:
+        """So many of the store's places.
+
+        Raises EnvironmentFault where the store cannot be reached, ResourceExhausted where it has no more to give; then none is taken.
+        """
+        if count > len(self._ahead):
+            self._collect(wait=True)
+        if count > len(self._ahead):
+            self._ahead.extend(self._reserve(count - len(self._ahead) + AHEAD_BLOCKS))
+        if count > len(self._ahead):
+            raise ResourceExhausted(
+                f"the store has {len(self._ahead)} of {count} slots that a sequence needs; "
+                "the rest is held by others: try again later, or give the store more memory"
+            )
+        return [self._ahead.popleft() for _ in range(count)]
+
+    def take_private(self, count: int) -> list[Place]:
+        """So many places in memory of this process alone."""
+        if count > len(self._private):
+            geometry, blocks = self._layout.geometry, max(count, PRIVATE_BLOCKS)
+            arena = ArenaRows(self._layout, np.zeros(blocks * geometry.slot_bytes, np.uint8))
+            self._private.extend(Place(arena, index * geometry.slot_units, 0, shared=False) for index in range(blocks))
+        return [self._private.popleft() for _ in range(count)]
+
+    def give_back(self) -> bool:
+        """Give back what is in hand, for somebody who needs it more; whether there was any."""
+        self._collect(wait=True)
+        held, self._ahead = list(self._ahead), deque()
+        if held:
+            self._store.abandon(slots_of(held))
+        return bool(held)
+
+    def close(self) -> None:
+        """Give back what is in hand and wait for what is on its way. Idempotent."""
+        self.give_back()
+        self._background.shutdown(wait=True)
+
+    def _collect(self, wait: bool) -> None:
+        """Take what was asked for in the background."""
+        if self._asked is None or not (wait or self._asked.done()):
+            return
+        asked, self._asked = self._asked, None
+        try:
+            self._ahead.extend(asked.result())
+        except (ResourceExhausted, EnvironmentFault):
+            return  # whoever needs more asks again, and is told
+
+    def _reserve(self, count: int) -> list[Place]:
+        """Up to `count` slots of the store. Raises EnvironmentFault where it cannot be reached. Any thread."""
+        arena = self.arena()
+        try:
+            slots = self._store.reserve(count)
+        except ResourceExhausted:
+            return []
+        if self.arena() is not arena:  # attached anew in between: which mapping the slots belong to is unknown
+            self._store.abandon(slots)
+            return []
+        pairs = zip(slots.units.tolist(), slots.generations.tolist(), strict=True)
+        return [Place(arena, unit, generation, shared=True) for unit, generation in pairs]
+
+
+def slots_of(places: Sequence[Place]) -> Slots:
+    """Places of the store as it names them."""
+    return Slots(
+        np.array([place.unit for place in places], np.uint32),
+        np.array([place.generation for place in places], np.uint32),
+    )

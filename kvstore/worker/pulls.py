@@ -1,0 +1,84 @@
+"""Brings what the store has of a prompt within reach while its request waits: hashes it, and leases its leading blocks.
+
+In threads of their own, since an acquire waits for blocks on their way up. A pull is used by one sequence, or dropped.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvstore.clients.blocks import BlockStore
+from kvstore.errors import EnvironmentFault
+from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
+from kvstore.worker.pool import Pool
+from kvstore.worker.rows import ArenaRows
+
+PULL_THREADS = 4  # pulls under way at once; the store itself keeps the disk's queue full
+
+
+@dataclass
+class Pulled:
+    """What came of a pull: blocks at `units` of `arena`, leased under `lease`; `fault`: what kept the store from being used.
+
+    hashes      32 bytes a block, of all full blocks of the prompt
+    """
+
+    lease: int
+    root: bytes
+    hashes: bytes
+    arena: ArenaRows
+    units: list[int] = field(default_factory=list)
+    fault: EnvironmentFault | None = None
+    hash_s: float = 0.0
+    acquire_s: float = 0.0
+
+
+class Pulls:
+    """Pulls from one store. One thread calls; `close` waits for those under way."""
+
+    def __init__(self, store: BlockStore, pool: Pool) -> None:
+        self._store, self._pool = store, pool
+        self._leases = itertools.count(1)
+        self._threads = ThreadPoolExecutor(PULL_THREADS, thread_name_prefix="kvstore-pull")
+
+    def new_lease(self) -> int:
+        """A lease id that nobody else has."""
+        return next(self._leases)
+
+    def start(self, tokens: Sequence[int], root: bytes, timeout_s: float) -> Future[Pulled]:
+        """Hash a prompt and lease what the store has of it, in the background. At least its last token stays to be computed."""
+        return self._threads.submit(self._pull, list(tokens), root, self.new_lease(), timeout_s)
+
+    def drop(self, pull: Future[Pulled]) -> None:
+        """Give back what an unused pull has brought, or is about to bring."""
+        if not pull.cancel():
+            pull.add_done_callback(self._release)
+
+    def close(self) -> None:
+        """Wait for what is under way. Idempotent."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _release(self, pull: Future[Pulled]) -> None:
+        if not pull.cancelled() and pull.exception() is None:
+            self._store.release(pull.result().lease)
+
+    def _pull(self, tokens: Sequence[int], root: bytes, lease: int, timeout_s: float) -> Pulled:
+        began_at = time.perf_counter()
+        size = self._store.geometry.block_tokens
+        pulled = Pulled(lease, root, block_hashes(root, tokens, size), self._pool.arena())
+        hashed_at = time.perf_counter()
+        usable = usable_blocks(len(tokens), size)
+        if usable and timeout_s > 0:
+            try:
+                slots = self._store.acquire(lease, pulled.hashes[: usable * HASH_BYTES], timeout_s)
+            except EnvironmentFault as error:
+                pulled.fault = error
+            else:
+                if self._pool.arena() is not pulled.arena or len(slots) > usable:
+                    self._store.release(lease)
+                else:
+                    pulled.units = slots.units.tolist()
+        pulled.hash_s, pulled.acquire_s = hashed_at - began_at, time.perf_counter() - hashed_at
+        return pulled
