@@ -16,6 +16,7 @@ EXIT_INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells expect
 COMMANDS = (
     "demo",
     "serve",
+    "worker",
     "generate",
     "lookup",
     "stats",

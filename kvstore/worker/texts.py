@@ -15,12 +15,13 @@ _PIECES = 65536  # tokens whose bytes are remembered: a few MB
 
 
 class Texts:
-    """One model's tokenizer, its limits, and its name."""
+    """One model's tokenizer, its limits, the tokens that end a text, and the model's name."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.name = loaded.identity.model
         self.max_tokens = loaded.max_tokens
         self.vocabulary = int(loaded.model.config.vocab_size)
+        self.ending = loaded.eos
         self._given = loaded.tokenizer
         if self._given is not None:
             self._given.encode("")  # sets truncation and padding, once: later calls of other threads then change nothing

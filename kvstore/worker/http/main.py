@@ -1,0 +1,80 @@
+"""Makes an engine and serves it over HTTP until a signal: `kvstore worker`. `build` is the one place where the engine is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.clients.blocks import BlockStore
+from kvstore.errors import Unavailable
+from kvstore.worker.engine import Engine, Options
+from kvstore.worker.http.app import Settings
+from kvstore.worker.http.server import Ending, serve
+from kvstore.worker.model import LoadedModel, load_model
+from kvstore.worker.opening import open_shared
+from kvstore.worker.scheduler import DEFAULT_RUNNING, DEFAULT_STEP_TOKENS, Rules
+from kvstore.worker.serving import MAX_WAITING, EngineThread
+from kvstore.worker.standalone import StandaloneStore
+from kvstore.worker.texts import Texts
+
+PATIENCE_S = 30.0  # seconds a text waits for slots that other workers hold before it fails
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is served, out of what. `standalone_bytes` 0: the daemon at `address` (None: its usual socket), else memory of its own."""
+
+    model: Path | None = None
+    address: str | None = None
+    standalone_bytes: int = 0
+    max_waiting: int = MAX_WAITING
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    running: int = DEFAULT_RUNNING
+
+
+@dataclass
+class Built:
+    """An engine that runs, and what belongs to it. `close` ends it; then its store."""
+
+    serving: EngineThread
+    texts: Texts
+    store: BlockStore
+    where: str = field(default="")
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.serving.close()
+        self.store.close()
+
+
+def build(plan: Plan) -> Built:
+    """Load the model, open the store, start the engine. Raises ConfigError, InvalidArgument, Unavailable."""
+    loaded = load_model(plan.model)
+    store = _store(plan, loaded)
+    rules = Rules(step_tokens=plan.step_tokens, running=plan.running)
+    engine = Engine(loaded, store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False))
+    where = "memory of its own" if plan.standalone_bytes else "the daemon's store"
+    return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), store, where)
+
+
+def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Callable[[str], None]) -> None:
+    """Serve on host:port until a signal. `tell` is given one line when it is ready. Raises what `build` and `serve` raise."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    built = build(plan)
+    named = settings if settings.name else Settings(built.texts.name, settings.api_key, settings.max_body_bytes)
+    try:
+        serve(built.serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {built.where}"))
+    finally:
+        built.close()
+
+
+def _store(plan: Plan, loaded: LoadedModel) -> BlockStore:
+    if plan.standalone_bytes:
+        return StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes)
+    try:
+        return open_shared(loaded, plan.address, name="worker")
+    except Unavailable as error:
+        raise Unavailable(f"{error}; start `kvstore serve`, or give --standalone 2GiB for memory of its own") from error
