@@ -146,6 +146,11 @@ class Engine:
                 self._fail(each, error) if error else self._end(each, Finish.CANCELLED)
         self._cache.pool.give_back()
 
+    @property
+    def waiting(self) -> int:
+        """How many sequences wait to run. Any thread."""
+        return len(self._admission.waiting)
+
     def figures(self) -> dict[str, float]:
         """Counters and gauges, see `requests.Serving`. Any thread: each number is right, and they may be of different moments."""
         gauges = {

@@ -1,0 +1,127 @@
+"""An engine in a thread of its own, for callers on any thread: what the HTTP server and `kvstore chat` talk to.
+
+Requests and cancellations wait in a queue that the engine's thread empties before each step. An engine that breaks fails the requests
+it had, and goes on with the next.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvstore.errors import InternalFault, InvalidArgument, KVStoreError, ResourceExhausted, SessionEnded
+from kvstore.worker.branch import Job
+from kvstore.worker.engine import Engine
+from kvstore.worker.requests import Listener, Request
+from kvstore.worker.sampling import check
+
+MAX_WAITING = 256  # requests that may wait: beyond, a caller is told to come again later
+IDLE_S = 0.5  # seconds: how often an idle engine looks whether it is to stop
+CLOSE_S = 30.0  # seconds that `close` waits for the step under way
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """See `requests.Ticket`. `job` is set by the engine's thread."""
+
+    serving: "EngineThread"
+    request: Request
+    listener: Listener
+    job: Job | None = None
+
+    def cancel(self, branch: int | None = None) -> None:
+        """End one branch, or all, as soon as the step under way is over."""
+        self.serving.ask(lambda engine: engine.cancel(self.job, branch) if self.job else None)
+
+
+class EngineThread:
+    """See `requests.Serving`. Takes the engine over: `close` closes it."""
+
+    def __init__(self, engine: Engine, max_waiting: int = MAX_WAITING) -> None:
+        self._engine = engine
+        self._max_waiting = max_waiting
+        self._asked: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._new = 0  # requests in the queue, guarded by _lock
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Take a request. See `requests.Serving.submit`; after `close` it raises SessionEnded."""
+        self._engine.check(request)
+        check(request.sampling)
+        if isinstance(request.tokens, list):
+            request = replace(request, tokens=tuple(request.tokens))  # the caller may go on with its list
+        with self._lock:
+            if self._stopping.is_set():
+                raise SessionEnded("this worker is stopping; ask another")
+            if self._new + self._engine.waiting >= self._max_waiting:
+                raise ResourceExhausted(f"{self._max_waiting} requests wait already; come again later")
+            self._new += 1
+            ticket = Ticket(self, request, listener)
+            self._asked.put(lambda engine: self._add(engine, ticket))
+        return ticket
+
+    def ask(self, what: Callable[[Engine], None]) -> None:
+        """Have something done by the engine's thread, between two steps."""
+        self._asked.put(what)
+
+    def figures(self) -> dict[str, float]:
+        """See `requests.Serving.figures`."""
+        return self._engine.figures()
+
+    def close(self) -> None:
+        """Cancel everything and end the thread. Idempotent."""
+        with self._lock:
+            self._stopping.set()
+        self._asked.put(lambda engine: None)
+        self._thread.join(CLOSE_S)
+
+    def _add(self, engine: Engine, ticket: Ticket) -> None:
+        with self._lock:
+            self._new -= 1
+        ticket.job = engine.add(ticket.request, ticket.listener)
+
+    def _run(self) -> None:
+        try:
+            with self._engine.at_work():
+                while not self._stopping.is_set():
+                    self._turn()
+        except Exception:
+            log.exception("the engine's thread ended")
+        finally:
+            self._stopping.set()
+            self._settle()
+            self._engine.close()
+
+    def _turn(self) -> None:
+        """Everything that was asked, and steps until there is nothing to do or something is asked."""
+        busy = True
+        while busy and not self._stopping.is_set():
+            self._settle()
+            try:
+                busy = self._engine.step()
+            except KVStoreError as error:
+                log.exception("a step failed")
+                self._engine.drop_all(error)
+            except (RuntimeError, MemoryError) as error:  # what torch raises
+                log.exception("a step failed")
+                self._engine.drop_all(InternalFault(f"a step of the model failed: {error}; the requests under way are lost"))
+        try:
+            self._asked_now(self._asked.get(timeout=IDLE_S))
+        except queue.Empty:
+            return
+
+    def _settle(self) -> None:
+        while not self._asked.empty():
+            self._asked_now(self._asked.get())
+
+    def _asked_now(self, what: Callable[[Engine], None]) -> None:
+        try:
+            what(self._engine)
+        except InvalidArgument:
+            log.exception("a request was refused after it was taken")
