@@ -94,12 +94,13 @@ class Span:
 
 @dataclass
 class Step:
-    """One forward pass over the new tokens of its spans. Adds up what its parts took."""
+    """One forward pass over the new tokens of its spans. Notes the layers that asked for it, and adds up what its parts took."""
 
     spans: list[Span]
     scratch: Scratch
     gather_s: float = 0.0
     write_s: float = 0.0
+    layers: set[int] = field(default_factory=set)
 
     def keys_values(self, span: Span, layer: int, window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """K and V from the view's `low` on, [head, token, dim], after writing the new tokens' own: keys [head, new token, dim]."""
@@ -143,6 +144,7 @@ def paged_attention(
         raise InvalidArgument("the model's attention uses position_bias, which the paged cache does not do; serve it without the store")
     window = _window(attention_mask, others.get("sliding_window"))
     layer = cast(int, module.layer_idx)
+    paged_step.layers.add(layer)
     is_latent = latent.is_latent(module)
     if is_latent:
         key, value = torch.cat((key, value), dim=-1), value[..., :0]

@@ -41,7 +41,9 @@ def attend(module: torch.nn.Module, query: Tensor, kept: Tensor, mask: Tensor | 
     query   [1, heads, new tokens, nope ‖ rope]    kept  [1, token, latent ‖ rope]    mask  as SDPA takes it; None: causal
     Returns [1, new tokens, heads, value dim].
     """
-    if is_cheaper_absorbed(cast(Any, module), query.shape[2]):
+    count = query.shape[2]
+    is_whole_prompt = mask is None and count > 1  # nothing was kept before: to the last bit as transformers does it
+    if not is_whole_prompt and is_cheaper_absorbed(cast(Any, module), count):
         return absorbed(module, query, kept, mask, scaling)
     return expanded(module, query, kept, mask, scaling)
 

@@ -15,7 +15,7 @@ from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 from kvstore.model_config import position_facts
 from kvstore.worker import attention, bundled
-from kvstore.worker.kinds import reason_to_refuse
+from kvstore.worker.kinds import reason_of_trial, reason_to_refuse
 
 BLOCK_TOKENS = 16  # tokens: 360 KiB a block for the bundled model; half a block is computed again on an average hit
 # What decides which token ids a text becomes; a folder has some of these.
@@ -85,13 +85,14 @@ def load_model(folder: Path | None = None, dtype: torch.dtype | None = None) -> 
 
 def prepare(model: PreTrainedModel, identity: Identity, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
     """Make a model in memory ready to run. Raises InvalidArgument for one that the paged cache cannot serve."""
-    why_not = reason_to_refuse(model)
-    if why_not:
-        raise InvalidArgument(f"model {identity.model}: {why_not}; serve it without the store")
     attention.register()
     cast(Any, model).eval()
     model.requires_grad_(False)
-    return LoadedModel(model, tokenizer, identity, _eos(model))
+    loaded = LoadedModel(model, tokenizer, identity, _eos(model))
+    why_not = reason_to_refuse(model) or reason_of_trial(model, loaded.geometry())
+    if why_not:
+        raise InvalidArgument(f"model {identity.model}: {why_not}; serve it without the store")
+    return loaded
 
 
 def _eos(model: PreTrainedModel) -> frozenset[int]:

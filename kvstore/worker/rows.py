@@ -156,8 +156,15 @@ class BlockTable:
             start += len(run.units)
 
     def write(self, layer: int, position: int, keys: Tensor, values: Tensor) -> None:
-        """Write the K and V of consecutive tokens, the first at `position`: keys [head, token, key_dim], values likewise."""
-        size, total = self.layout.tokens, keys.shape[1]
+        """Write the K and V of consecutive tokens, the first at `position`: keys [head, token, key_dim], values likewise.
+
+        Raises GeometryError where heads or dimensions are not the layout's.
+        """
+        layout, (size, total) = self.layout, (self.layout.tokens, keys.shape[1])
+        shapes = (layout.heads, total, layout.key_dim), (layout.heads, total, layout.value_dim)
+        if (keys.shape, values.shape) != shapes:
+            found = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
+            raise GeometryError(f"{found} do not fit blocks for {shapes[0]} and {shapes[1]}; give the model's own geometry")
         done = 0
         while done < total:
             block, inside = divmod(position + done, size)

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.hashing import Identity, usable_blocks
 from kvstore.model_config import position_facts
 from kvstore.worker import attention
+from kvstore.worker.kinds import reason_of_trial
 from kvstore.worker.model import LoadedModel, prepare
 from kvstore.worker.paged import PagedCache
 from tests.worker.kinds import KINDS, SMALL, WINDOW, WINDOWED, expected, load
@@ -127,6 +128,8 @@ def test_windows_and_their_layers_are_in_the_position() -> None:
         ("Gemma3nTextConfig", {"head_dim": 16, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}, "share K and V"),
         ("DeepseekV32Config", {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2}, "indexed_attention"),
         ("BloomConfig", {}, "cannot be replaced"),
+        ("StableLmConfig", {}, "without paged_step"),
+        ("GPTNeoXConfig", {}, "do not fit blocks"),  # its number of KV heads is not what the configuration says
     ],
 )
 def test_what_it_cannot_serve_is_refused(kind: str, facts: dict[str, Any], named: str) -> None:
@@ -134,6 +137,22 @@ def test_what_it_cannot_serve_is_refused(kind: str, facts: dict[str, Any], named
     model = cast(Any, transformers.AutoModelForCausalLM).from_config(config)
     with pytest.raises(InvalidArgument, match=named):
         prepare(model, Identity(model=kind, dtype="float32"))
+
+
+def test_a_model_that_passes_by_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load("qwen3")
+    assert reason_of_trial(loaded.model, loaded.geometry(BLOCK_TOKENS)) == ""
+    assert "3 of its 4 layers" in reason_of_trial(loaded.model, loaded.geometry(BLOCK_TOKENS).with_layers(4))
+    own = cast(Any, transformers.AttentionInterface._global_mapping["sdpa"])
+
+    def passing_by(module: Any, *given: Any, paged_step: attention.Step, **facts: Any) -> Any:
+        paged_step.layers.add(module.layer_idx)
+        return own(module, *given[:3], None, **facts)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.NAME, passing_by)
+    assert "not those of its own attention" in reason_of_trial(loaded.model, loaded.geometry(BLOCK_TOKENS))
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.NAME, own)
+    assert "fails" in reason_of_trial(loaded.model, loaded.geometry(BLOCK_TOKENS))
 
 
 def test_a_mask_of_the_model_s_own_is_refused() -> None:
