@@ -82,7 +82,7 @@ class IndexSettings:
 class SessionSettings:
     """Attached processes."""
 
-    silence_s: float = setting(30.0, "a session that is silent this long ends", unit="s", low=0.1)
+    silence_s: float = setting(30.0, "a session that is silent this long ends", unit="s", low=1.0)
     max_sessions: int = setting(256, "sessions attached at once", low=1, high=65_536)
     limit_bytes: int = setting(0, "the most memory that one session may hold; 0 for no limit", unit="bytes")
 

@@ -17,7 +17,7 @@ from kvstore.cache.messages import MAX_SESSION_GROUPS, UNIT_BYTES, Attach, Done,
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 
-LOOP_LAG_S = 1.0  # ticks further apart than this mean that the daemon itself stood still; that silence is not the clients'
+LOOP_LAG_S = 0.25  # of the time between two ticks no more than this is silence: beyond it the daemon itself stood still, not its clients
 
 
 def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
@@ -204,9 +204,8 @@ def give_back(state: State, session: Session, slot: int) -> None:
 
 def hush(state: State, previous_tick_at: float) -> None:
     """End sessions that have been silent too long. Time during which the daemon's own loop stood still does not count."""
-    lag = state.now - previous_tick_at
+    stood_still_s = max(0.0, state.now - previous_tick_at - LOOP_LAG_S)
     for session in list(state.sessions.values()):
-        if lag > LOOP_LAG_S:
-            session.heard_at += lag
-        elif not session.ended and state.now - session.heard_at > state.sizes.silence_s:
+        session.heard_at += stood_still_s
+        if not session.ended and state.now - session.heard_at > state.sizes.silence_s:
             session_lost(state, session.id, f"silent for {state.sizes.silence_s:g} s")

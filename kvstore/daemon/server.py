@@ -29,8 +29,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import add_KVStoreServicer_to_server
 
 TICK_S = 0.1  # seconds between looks at deadlines
-COLLECT_TICKS = 2  # ticks between looks for processes that are gone: 0.2 s
-BEAT_TICKS = 10  # ticks between signs of life and looks at health: 1 s
+COLLECT_TICKS = 2  # ticks between looks for processes that are gone, and at open streams, each a sign of life: 0.2 s
+BEAT_TICKS = 10  # ticks between looks at health: 1 s
 LAG_WINDOW_TICKS = 100  # ticks that the lag metric looks back: 10 s
 PREFAULT_WAIT_S = 1.0  # seconds that readiness waits for memory to be touched: a small arena is whole then
 STOP_SLACK_S = 15.0  # seconds past its deadline for an orderly stop to be over: for goodbyes, and to sync what was written
@@ -180,8 +180,8 @@ class Daemon:
             try:
                 if ticks % COLLECT_TICKS == 0:
                     self._hub.collect()
-                if ticks % BEAT_TICKS == 0:
                     self._hub.beat()
+                if ticks % BEAT_TICKS == 0:
                     await self._health_watch.look()
                     told_bytes = self._tell_prefault(told_bytes)
                 self._hub.cache.dram_ready(self._parts.dram.touched_units)

@@ -35,6 +35,15 @@ def test_time_in_which_the_daemon_stood_still_is_not_silence() -> None:
     assert not ended(cache, 100.0, 103.0)
 
 
+def test_a_daemon_that_stumbles_ends_nobody() -> None:
+    """Each step is shorter than the silence allowed, their sum is not; what there was of it was the daemon's own."""
+    cache = attached()
+    for stumble in range(12):
+        cache.tick(0.9 * stumble)
+        assert not cache.drain()
+    assert ended(cache, 9.9 + TICK_S, 9.9 + SILENCE_S)
+
+
 def test_nor_is_that_before_the_first_tick() -> None:
     assert not ended(attached(), 100.0, 103.0)
 
