@@ -529,7 +529,7 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., held_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s")
+    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s", "waiting_writes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +547,7 @@ class StatsReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
     SCRUB_PASS_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_WRITES_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     version: str
     uptime_s: float
@@ -557,7 +558,8 @@ class StatsReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     scrub_passes: int
     scrub_pass_s: float
-    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., scrub_passes: _Optional[int] = ..., scrub_pass_s: _Optional[float] = ...) -> None: ...
+    waiting_writes: int
+    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., scrub_passes: _Optional[int] = ..., scrub_pass_s: _Optional[float] = ..., waiting_writes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("namespace_id", "epoch")

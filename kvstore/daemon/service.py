@@ -157,6 +157,7 @@ class Service(KVStoreServicer):
             index_used_blocks=figures.index_used_blocks,
             counters=figures.counters,
             scrub_passes=figures.scrub_passes,
+            waiting_writes=figures.waiting_writes,
             scrub_pass_s=figures.scrub_pass_s,
         )
         for tier, numbers in figures.tiers.items():
