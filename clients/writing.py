@@ -60,7 +60,7 @@ def _put_copies(namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put
 def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
     """Commit what was filled, give the rest back, and wait: afterwards anybody's lookup finds the blocks.
 
-    Raises SessionEnded or StaleEpoch where blocks were filled and the session is over: they are not stored.
+    Raises SessionEnded or StaleEpoch where blocks were filled and the session is over: look before you count on them.
     """
     put.seal()
     ready = put.committable()
@@ -76,6 +76,8 @@ def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
         attached.check()
         answers: list[Answer] = yield Ask(attached, [_commit(namespace, put, ready, lease)])
         put.outcomes[ready] = _slotted(answers[0]).outcomes
+    except errors.Unavailable as error:  # the stream broke, and so the session ended
+        raise errors.SessionEnded(f"session {attached.session.id} is over ({error}); put again: its blocks may be lost") from error
     finally:
         # The slot of a block that was not stored, say because another session's commit came first, is still reserved.
         stored = (put.outcomes[put.blocks.indices] == STORED).all()
