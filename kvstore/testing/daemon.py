@@ -85,9 +85,9 @@ class DaemonProcess:
         """SIGKILL, as the kernel's out-of-memory killer does."""
         self._end(signal.SIGKILL)
 
-    def stop(self) -> int:
-        """SIGTERM, and wait for the orderly end. Returns the exit status."""
-        return self._end(signal.SIGTERM)
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """SIGTERM, or SIGINT, and wait for the orderly end. Returns the exit status."""
+        return self._end(number)
 
     def restart(self, *, kill: bool = True) -> Self:
         """End it (by SIGKILL, or in order) and start it on the same files."""

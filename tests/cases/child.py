@@ -85,12 +85,12 @@ class Program:
         """How many leading blocks of a chain are here."""
         return self.client.lookup(self.namespace, chain(seed, blocks)).blocks
 
-    def work(self, number: int, seeds: int, seconds: float) -> dict[str, int]:
-        """Store and read chains at random for so long. Counts what was read, and what of it was wrong."""
+    def work(self, number: int, seeds: int, seconds: float, least: int = 0) -> dict[str, int]:
+        """Store and read chains at random for so long, and until so many blocks of each. Counts what was read, and what of it was wrong."""
         chance = random.Random(number)
         counts = {"stored": 0, "read": 0, "wrong": 0}
         ends_at = time.monotonic() + seconds
-        while time.monotonic() < ends_at:
+        while time.monotonic() < ends_at or min(counts["stored"], counts["read"]) < least:
             hashes = chain(chance.randrange(seeds), chance.randint(1, 12))
             with self.client.get(self.namespace, hashes) as lease:
                 counts["read"] += lease.blocks

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
+from tests.cases.figures import nothing_held
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def guest(shared: DaemonProcess) -> Iterator[KVClient]:
-    """A client of the shared daemon, in which nothing is stored yet."""
+    """A client of the shared daemon, in which nothing is stored, and nothing is held by anybody of an earlier test."""
     with KVClient(shared.address) as each:
         each.clear()
+        assert nothing_held(each)
         yield each

@@ -15,16 +15,19 @@ from kvstore.proto import kvstore_pb2 as pb
 from tests.blocks import each_hash, pattern
 
 POLL_S = 0.01  # seconds between looks
+LOOK_S = 0.1  # seconds that a look counts for at most: a machine that stands still for a while uses up nobody's patience
 PATIENCE_S = 20.0  # seconds: far beyond what anything here takes on a loaded machine
 
 
 def eventually(happened: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-    """Whether it becomes true in this time."""
-    ends_at = time.monotonic() + within_s
+    """Whether it becomes true in this time, of which no look uses more than LOOK_S."""
+    looked_at = time.monotonic()
     while not happened():
-        if time.monotonic() > ends_at:
+        if within_s < 0:
             return False
         time.sleep(POLL_S)
+        within_s -= min(time.monotonic() - looked_at, LOOK_S)
+        looked_at = time.monotonic()
     return True
 
 
@@ -35,12 +38,24 @@ def tier(client: KVClient, name: str) -> pb.TierStats:
 
 def all_on_disk(client: KVClient, blocks: int) -> bool:
     """Wait until the disk has so many blocks and nothing is under way."""
-    return eventually(lambda: tier(client, "nvme").blocks == blocks and tier(client, "nvme").held_bytes == 0)
+    return eventually(lambda: tier(client, "nvme").blocks == blocks and idle(client))
 
 
 def settled(client: KVClient) -> bool:
-    """Wait until nothing is on its way up or down, and nothing is being deleted."""
-    return eventually(lambda: tier(client, "nvme").held_bytes == 0 and not tier(client, "dram").class_bytes["filling"])
+    """Wait until nothing is on its way up or down, or waits to be, and nothing is being deleted."""
+    return eventually(lambda: idle(client))
+
+
+def idle(client: KVClient) -> bool:
+    """Whether this is so now; by itself it stays so."""
+    stats = client.stats()
+    tiers = {each.tier: each for each in stats.tiers}
+    return not (stats.waiting_writes or tiers["nvme"].held_bytes or tiers["dram"].class_bytes["filling"])
+
+
+def nothing_held(client: KVClient, within_s: float = PATIENCE_S) -> bool:
+    """Wait until nobody holds anything of memory, copies to the disk included."""
+    return eventually(lambda: tier(client, "dram").held_bytes == 0, within_s)
 
 
 def store(client: KVClient, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> Put:

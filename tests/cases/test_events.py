@@ -162,6 +162,7 @@ def test_what_is_evicted_and_lost_is_no_longer_believed(tmp_path: Path) -> None:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
         for seed in range(80):
             store(client, namespace, chain(seed, 20))
+            assert seed % 20 or settled(client)  # so that the disk keeps up
         assert settled(client)
         counters = client.stats().counters
         assert min(counters["evicted_dram"], counters["evicted_nvme"]) > 0

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore.clients.channel import target
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
-from tests.blocks import GEOMETRY, IDENTITY, chain
+from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash
 from tests.cases.disks import limit_files, tiny_disk
 from tests.cases.figures import all_on_disk, eventually, opaque, present, read, settled, store, store_each, tier
 
@@ -71,12 +71,12 @@ def test_a_full_disk_degrades_and_recovers(daemon: DaemonProcess, client: KVClie
     assert "free some room" in tier(client, "nvme").health_reason
     assert eventually(lambda: not serving(daemon, "kvstore.tier.nvme"))
     assert serving(daemon, "")
-    assert tier(client, "nvme").blocks == 40
+    assert eventually(lambda: tier(client, "nvme").blocks == 40), "what fits is there, and no more"
     assert read(client, namespace, chain(1, 100)) == 100
     assert store(client, namespace, chain(2, 100)).stored == 100
     limit_files(daemon.pid, None)
     assert all_on_disk(client, 200)
-    assert "free some room" not in tier(client, "nvme").health_reason
+    assert eventually(lambda: "free some room" not in tier(client, "nvme").health_reason)
     daemon.restart()
     assert read(client, namespace, chain(1, 100)) == read(client, namespace, chain(2, 100)) == 100
 
@@ -126,4 +126,6 @@ def test_what_was_not_admitted_is_a_miss(tmp_path: Path) -> None:
         assert client.stats().counters["dropped_before_written"] > 0
         here = present(client, namespace, chain(1, 100))
         assert sum(here) < 100
-        assert sum(read(client, namespace, chain(1, 100)[32 * at : 32 * at + 32]) for at in range(100)) == sum(here)
+        left = [read(client, namespace, key) for key in each_hash(chain(1, 100))]  # what comes up from the disk may push others out
+        assert 0 < sum(left) <= sum(here)
+        assert not any(found and not was for found, was in zip(left, here, strict=True))

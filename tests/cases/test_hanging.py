@@ -26,13 +26,14 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern
 from tests.cases.children import ROOT, Child
-from tests.cases.figures import all_on_disk, eventually, read, store, tier
+from tests.cases.figures import all_on_disk, eventually, nothing_held, read, store, tier
 from tests.cases.raw import Raw
 from tests.daemon.faulty import FaultyDaemon
 
 WAITING = 500  # requests at once
 QUICK_S = 0.001  # seconds that a call may keep a scheduler's thread
 WAIT_S = 0.6  # seconds that anybody waits for a block over a disk that hangs here
+NOT_LONG_S = 5.0  # seconds: more than the machine stands still, and less than any deadline that is not set here
 
 # A client that sends half a block over gRPC, says so, and never sends the rest.
 HALF_A_BLOCK = """
@@ -98,7 +99,7 @@ def test_an_idle_engine_notices_a_restart_by_itself(daemon: DaemonProcess) -> No
         store(client, namespace, chain(1, 4))
         with client.get(namespace, chain(1, 4)) as lease:
             daemon.restart()
-            assert eventually(lambda: ended(lease.check), 1.0)
+            assert eventually(lambda: ended(lease.check), 3.0)
         old = namespace.epoch
         assert store(client, namespace, chain(2, 4)).stored == 4
         assert namespace.epoch != old
@@ -132,8 +133,8 @@ def test_clients_killed_in_the_middle_of_a_push_hang_nobody(shared: DaemonProces
                 assert store(guest, namespace, chain(100 + seed, 4)).stored == 4
                 assert read(guest, namespace, chain(100 + seed, 4)) == 4
                 slowest_s = max(slowest_s, time.monotonic() - started_at)
-        assert eventually(lambda: tier(guest, "dram").held_bytes == 0, 1.5)
-    assert slowest_s < 1.0
+        assert nothing_held(guest, 5.0)  # the disk takes its time too
+    assert slowest_s < NOT_LONG_S
 
 
 def test_a_sender_killed_in_the_middle_of_a_block_frees_its_slot(shared: DaemonProcess, guest: KVClient) -> None:
@@ -144,7 +145,7 @@ def test_a_sender_killed_in_the_middle_of_a_block_frees_its_slot(shared: DaemonP
         assert sender.stdout.readline() == "half\n"
         assert eventually(lambda: tier(guest, "dram").class_bytes["reserved"] == GEOMETRY.slot_bytes)
         sender.kill()
-    assert eventually(lambda: tier(guest, "dram").held_bytes == 0, 1.0)
+    assert nothing_held(guest, 3.0)
     assert store(guest, guest.open_namespace(IDENTITY, GEOMETRY), chain(7, 1)).names == ("stored",)
 
 
@@ -162,9 +163,9 @@ def test_a_disk_that_never_answers_costs_a_deadline_and_a_miss(tmp_path: Path) -
         for _ in range(3):
             started_at = time.monotonic()
             assert read(client, namespace, chain(1, 20)) == 0
-            assert WAIT_S / 2 < time.monotonic() - started_at < 2 * WAIT_S + 1
+            assert WAIT_S / 2 < time.monotonic() - started_at < NOT_LONG_S
+        assert eventually(lambda: "under way" in tier(client, "nvme").health_reason)
         assert tier(client, "nvme").health == "degraded"
-        assert "under way" in tier(client, "nvme").health_reason
         assert client.stats().counters["acquire_deadlines"] >= 3
         for seed in range(2, 230):  # more than memory has: the slots that wait for the disk are nobody else's
             assert store(client, namespace, chain(seed, 20)).stored == 20
@@ -197,7 +198,7 @@ def test_hundreds_of_waiting_requests_keep_no_thread(tmp_path: Path) -> None:
             assert statistics.median(timed(polls)) < QUICK_S
             started_at = time.monotonic()
             assert client.lookup(namespace, chain(1, WAITING)).blocks == WAITING
-            assert time.monotonic() - started_at < 1.0, "others are answered"
+            assert time.monotonic() - started_at < NOT_LONG_S, "others are answered"
             sick.heal()
             assert eventually(lambda: sum(granting.blocks for poll in polls if (granting := poll())) == WAITING)
 
@@ -244,7 +245,7 @@ def test_one_event_loop_waits_for_hundreds_of_requests_and_goes_on(daemon: Daemo
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
     assert blocks == [8] * WAITING
-    assert late_s < 0.5
+    assert late_s < NOT_LONG_S, "a call that waits for the daemon would wait as long as it stands still"
 
 
 def test_an_engines_step_never_waits_for_the_daemon(daemon: DaemonProcess) -> None:

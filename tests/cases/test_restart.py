@@ -18,7 +18,7 @@ from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash
 from tests.cases.children import Child
-from tests.cases.figures import all_on_disk, opaque, present, read, settled, store, store_each, tier
+from tests.cases.figures import all_on_disk, eventually, opaque, present, read, settled, store, store_each, tier
 
 SLOT_BYTES = GEOMETRY.slot_bytes
 
@@ -89,6 +89,7 @@ def test_a_restarted_daemon_evicts_in_time(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path, dram="8MiB", nvme_bytes="8MiB") as small, KVClient(small.address) as client:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
         store_each(client, namespace, chain(1, 550))
+        assert settled(client)
         small.restart()
         full = tier(client, "nvme").blocks
         assert full > 400
@@ -125,13 +126,12 @@ def test_a_file_destroyed_under_it_costs_only_blocks(daemon: DaemonProcess, clie
     assert (left < 150) == ("data cut" in damage)
     assert settled(client)  # blocks behind the first lost one were on their way too
     assert client.lookup(namespace, hashes).blocks == left
-    assert store(client, namespace, hashes).stored == 150
+    assert eventually(lambda: store(client, namespace, hashes).stored == 150 == read(client, namespace, hashes))
     assert all_on_disk(client, 150)
-    assert read(client, namespace, hashes) == 150
     daemon.restart()
     left = read(client, namespace, hashes)
     assert (left == 150) == ("data cut" in damage)
-    assert store(client, namespace, hashes).stored == 150
+    assert eventually(lambda: store(client, namespace, hashes).stored == 150 == read(client, namespace, hashes))
     assert all_on_disk(client, 150)
     daemon.restart()
     assert read(client, namespace, hashes) == 150

@@ -83,7 +83,7 @@ def test_a_flipped_bit_on_disk_is_a_miss(daemon: DaemonProcess, client: KVClient
     assert [client.lookup(namespace, key).blocks for key in each_hash(hashes)] == [int(block not in hit) for block in range(150)]
     assert client.stats().counters["corrupt_blocks"] == 25
     assert daemon.log().count("corrupt block") == 25
-    assert tier(client, "nvme").class_bytes["quarantined"] == 25 * ODD.slot_bytes
+    assert eventually(lambda: tier(client, "nvme").class_bytes["quarantined"] == 25 * ODD.slot_bytes)
     daemon.restart(kill=False)
     assert tier(client, "nvme").class_bytes["quarantined"] == 25 * ODD.slot_bytes
     assert store_each(client, namespace, hashes) == 150
@@ -150,7 +150,7 @@ def test_interleaved_sessions_never_mix_their_bytes(tmp_path: Path) -> None:
         with Child(daemon.address) as one, Child(daemon.address) as two, Child(daemon.address) as three:
             children = [one, two, three]
             for number, child in enumerate(children):
-                child.say("work", number, 200, 3.0)
+                child.say("work", number, 200, 3.0, 200)
             counts = [child.hear() for child in children]
         with KVClient(daemon.address) as client:
             counters = client.stats().counters

@@ -55,11 +55,12 @@ def test_an_interrupted_copy_has_ended_when_it_raises() -> None:
             helper_is_at.wait(10)
         else:
             helper_is_at.set()
-            time.sleep(1.0)
+            time.sleep(0.3)  # so that the main thread has its own piece behind it, most often
+            signal.pthread_kill(here, signal.SIGINT)
+            time.sleep(0.7)
 
     here = threading.get_ident()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background may have been told to ignore it
-    threading.Timer(0.3, lambda: signal.pthread_kill(here, signal.SIGINT)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             copy_blocks([address(target)], [address(source)], SIZE_BYTES, slowly)
@@ -73,10 +74,13 @@ def test_an_interrupted_copy_has_ended_when_it_raises() -> None:
 
 @alone
 def test_what_breaks_in_a_helper_is_raised() -> None:
+    helper_has_been = threading.Event()
+
     def breaking(which: int, start: int, stop: int) -> None:
         if threading.current_thread() is not threading.main_thread():
+            helper_has_been.set()
             raise OSError("of the helper")
-        time.sleep(0.2)
+        helper_has_been.wait(10)
 
     memory = np.zeros(SIZE_BYTES, np.uint8)
     with pytest.raises(OSError, match="of the helper"):

@@ -16,12 +16,12 @@ from kvstore.clients.prefixes import Prefixes, PrefixLease
 from kvstore.clients.requests import KEEP_ALL
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, right
-from tests.cases.figures import eventually, store, tier
+from tests.cases.figures import eventually, nothing_held, store, tier
 
 SHARDS = ("tp0/2", "tp1/2")
 BLOCKS = 20
 PROMPT = chain(1, BLOCKS)
-QUICK_S = 0.05  # seconds that a call may keep its caller, on a machine that does other things too
+QUICK_S = 1.0  # seconds that a call may keep its caller, on a machine that does other things too: half of what it may wait for
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def test_a_daemon_that_is_stopped_costs_one_deadline(daemon: DaemonProcess) -> N
         begun(prefixes).release()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            lease = begun(prefixes, timeout_s=0.2)
+            lease = begun(prefixes)
             began_at = time.monotonic()
             assert eventually(lease.poll)
-            assert time.monotonic() - began_at < 2
+            assert time.monotonic() - began_at < 6
             assert lease.blocks == 0
             assert prefixes.begin(PROMPT, 0.2) is None
         finally:
@@ -113,8 +113,8 @@ def test_a_lease_that_is_given_back_before_its_answer_holds_nothing(daemon: Daem
     with opened(daemon) as prefixes, KVClient(daemon.address) as client:
         for _ in range(50):
             begun(prefixes).release()
-        assert eventually(lambda: tier(client, "dram").held_bytes == 0)
-        assert all(session.leases == 0 for session in client.stats().sessions)
+        assert nothing_held(client)
+        assert eventually(lambda: all(session.leases == 0 for session in client.stats().sessions))
 
 
 def test_other_namespaces_find_nothing_of_the_first_ones(daemon: DaemonProcess) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from kvstore import errors
 from kvstore.clients.client import KVClient
+from kvstore.clients.lease import Lease
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern, right
+from tests.cases.figures import eventually
 from tests.clients.kinds import KINDS, Client, make
 
 
@@ -33,12 +34,20 @@ def on_disk(client: Client, blocks: int) -> bool:
     return next(tier.blocks for tier in client.stats().tiers if tier.tier == "nvme") >= blocks
 
 
+def is_over(lease: Lease) -> bool:
+    """Whether the client has heard that it is."""
+    try:
+        lease.check()
+    except errors.SessionEnded:
+        return True
+    return False
+
+
 def test_the_same_namespace_works_after_a_restart(client: Client, daemon: DaemonProcess) -> None:
     namespace = client.open_namespace(IDENTITY, GEOMETRY)
     hashes = chain(1, 5)
     store(client, hashes)
-    while not on_disk(client, 5):
-        pass
+    assert eventually(lambda: on_disk(client, 5))
     before = namespace.epoch
     daemon.restart()
     assert client.lookup(namespace, hashes).blocks == 5
@@ -92,7 +101,7 @@ def test_a_lease_whose_daemon_is_away_says_that_the_session_ended(daemon: Daemon
         store(client, hashes)
         with client.get(namespace, hashes) as lease:
             daemon.kill9()
-            time.sleep(0.2)
+            assert eventually(lambda: is_over(lease))
             with pytest.raises(errors.SessionEnded, match="make new ones"):
                 lease.check()
         with pytest.raises(errors.Unavailable), client.get(namespace, hashes):
@@ -126,5 +135,6 @@ def test_an_orderly_stop_tells_the_clients(daemon: DaemonProcess) -> None:
         store(client, chain(7, 2))
         with client.get(namespace, chain(7, 2)) as lease:
             assert daemon.stop() == 0
+            assert eventually(lambda: is_over(lease))
             with pytest.raises(errors.SessionEnded, match="shutting down"):
                 lease.check()

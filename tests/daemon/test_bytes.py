@@ -33,7 +33,7 @@ def client(shared: DaemonProcess) -> Iterator[KVClient]:
     with KVClient(shared.address) as made:
         made.clear()
         yield made
-        eventually(lambda: held_bytes(made) == 0, 2.0)
+        eventually(lambda: held_bytes(made) == 0)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_read_that_is_cut_off_leaves_no_lease(stub: KVStoreStub, client: KVCli
     stream = stub.Read(pb.ReadRequest(namespace_id=namespace.id, hashes=chain(3, 8), timeout_s=1, epoch=namespace.epoch))
     next(stream)
     stream.cancel()
-    eventually(lambda: held_bytes(client) == 0, 2.0)
+    eventually(lambda: held_bytes(client) == 0)
 
 
 def test_a_block_that_is_stored_already_is_read_past(stub: KVStoreStub, client: KVClient) -> None:
@@ -149,7 +149,7 @@ def test_malformed_pieces_are_refused_and_leave_nothing(stub: KVStoreStub, clien
     expected = {"namespace": grpc.StatusCode.NOT_FOUND, "epoch": grpc.StatusCode.FAILED_PRECONDITION}
     assert code_of(caught) is expected.get(fault, grpc.StatusCode.INVALID_ARGUMENT)
     assert client.lookup(namespace, chain(6, 1)).blocks == 0
-    eventually(lambda: held_bytes(client) == 0, 1.0)
+    eventually(lambda: held_bytes(client) == 0)
 
 
 def test_a_writer_that_vanishes_half_way_leaves_the_key_free(stub: KVStoreStub, client: KVClient, shared: DaemonProcess) -> None:
@@ -163,7 +163,7 @@ def test_a_writer_that_vanishes_half_way_leaves_the_key_free(stub: KVStoreStub, 
 
     with pytest.raises(grpc.RpcError):
         stub.Write(stalls())
-    eventually(lambda: held_bytes(client) == 0, 2.0)
+    eventually(lambda: held_bytes(client) == 0)
     assert stub.Write(pieces_of(namespace, chain(7, 1))).outcomes == bytes([2])
 
 
@@ -175,7 +175,7 @@ def test_a_write_into_a_full_store_says_so_and_stops(stub: KVStoreStub, client: 
         namespace = client.open_namespace(IDENTITY, LARGE)
         assert stub.Write(pieces_of(namespace, chain(8, 3))).outcomes == bytes([5, 0, 0]), "NO_ROOM, and the rest is not tried"
         blocks.close()
-    eventually(lambda: held_bytes(client) == 0, 2.0)
+    eventually(lambda: held_bytes(client) == 0)
     assert stub.Write(pieces_of(namespace, chain(8, 3))).outcomes == bytes([2, 2, 2])
 
 

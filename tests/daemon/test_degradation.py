@@ -21,11 +21,13 @@ from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain
 from tests.cases.disks import limit_files
-from tests.cases.figures import all_on_disk, eventually, opaque, read, store, tier
+from tests.cases.figures import all_on_disk, eventually, nothing_held, opaque, read, store, tier
 from tests.daemon.faulty import FaultyDaemon
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 WAIT_S = 0.6  # seconds that anybody waits for a block here
+NOT_LONG_S = 9.0  # seconds: more than the machine stands still, and less than a call may take
+STOPPED_S = 20.0  # seconds: with time for a machine that stands still, and less than DaemonProcess waits before it kills
 BACK_S = 12.0  # seconds until a disk that is well again shows as well: some of quiet, a probe, a look
 # Everything as in earnest, in a third of the time: second tries, a probe when for longer than that nothing has failed, looks.
 HURRY = ",".join(
@@ -150,7 +152,7 @@ def test_a_stuck_disk_does_not_keep_the_daemon_from_stopping(sick: FaultyDaemon,
     assert read(client, namespace, chain(1, 4)) == (0 if "read" in calls else 4)
     started_at = time.monotonic()
     sick.stop()
-    assert time.monotonic() - started_at < 8
+    assert time.monotonic() - started_at < STOPPED_S
     sick.heal()
     sick.start()
     assert read(client, namespace, chain(1, 4)) == 4
@@ -162,13 +164,13 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting_for_a_new_model(sick: 
     os.mkfifo(sick.data / "namespaces.json.new")
     started_at = time.monotonic()
     namespace = client.open_namespace(IDENTITY, opaque(5_000))
-    assert 1 < time.monotonic() - started_at < 5
+    assert 1 < time.monotonic() - started_at < NOT_LONG_S
     assert store(client, namespace, chain(1, 5)).stored == 5
     assert read(client, namespace, chain(1, 5)) == 5
     assert "is not remembered, its blocks stay in memory: no answer" in sick.log()
     started_at = time.monotonic()
     sick.stop()
-    assert time.monotonic() - started_at < 12
+    assert time.monotonic() - started_at < STOPPED_S
 
 
 def test_a_disk_that_refuses_a_new_model_keeps_nobody_waiting(sick: FaultyDaemon, client: KVClient) -> None:
@@ -177,7 +179,7 @@ def test_a_disk_that_refuses_a_new_model_keeps_nobody_waiting(sick: FaultyDaemon
     (sick.data / "namespaces.json.new").mkdir()  # so that it cannot be replaced
     started_at = time.monotonic()
     namespace = client.open_namespace(IDENTITY, opaque(5_000))
-    assert time.monotonic() - started_at < 4
+    assert time.monotonic() - started_at < NOT_LONG_S
     assert store(client, namespace, chain(1, 5)).stored == 5
     assert shows_as(sick, client, "degraded")
     (sick.data / "namespaces.json.new").rmdir()
@@ -209,7 +211,7 @@ def test_a_sender_that_stops_gives_its_slot_back(tmp_path: Path) -> None:
             with pytest.raises(grpc.RpcError, match="no piece came"):
                 KVStoreStub(channel).Write(iter(pieces.get, None), timeout=10)
             pieces.put(None)
-        assert eventually(lambda: tier(client, "dram").held_bytes == 0, 1.0)
+        assert nothing_held(client, 3.0)
         assert store(client, namespace, chain(1, 1)).stored == 1
 
 
@@ -224,8 +226,7 @@ def test_a_reader_that_stops_gives_its_leases_back(tmp_path: Path) -> None:
         with grpc.insecure_channel(f"unix:{daemon.address}") as channel:
             stream = KVStoreStub(channel).Read(request, timeout=20)
             assert next(iter(stream)).data
-            assert eventually(lambda: tier(client, "dram").held_bytes > 0)
-            assert eventually(lambda: tier(client, "dram").held_bytes == 0, 5.0)
+            assert nothing_held(client, 5.0)
             with pytest.raises(grpc.RpcError, match="the client has not read"):
                 for _ in stream:
                     pass

@@ -13,17 +13,19 @@ import pytest
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern
+from tests.cases import figures
 from tests.daemon.puppet import Puppet
 
 SLOT = GEOMETRY.slot_bytes
 
 
-def eventually(check: Callable[[], bool], within_s: float) -> float:
+SOON_S = 3.0  # seconds: within one what a dead process held is free, on a machine that does nothing else
+
+
+def eventually(check: Callable[[], bool], within_s: float = SOON_S) -> float:
     """Seconds until the check held. Fails where it did not."""
     started_at = time.monotonic()
-    while not check():
-        assert time.monotonic() - started_at < within_s, f"not within {within_s} s"
-        time.sleep(0.01)
+    assert figures.eventually(check, within_s), f"not within {within_s} s"
     return time.monotonic() - started_at
 
 
@@ -43,7 +45,7 @@ def test_a_killed_writers_keys_are_free_at_once_and_its_slots_within_a_second(da
             assert put.names == ("in_flight",) * 3, "until then a second writer is told"
         assert classes(client)["reserved"] == 3 * SLOT
         puppet.kill()
-        eventually(lambda: held_bytes(client) == 0, 1.0)
+        eventually(lambda: held_bytes(client) == 0)
         with client.put(namespace, chain(1, 3)) as put:
             for block in put.blocks:
                 block.write(pattern(block.hash))
@@ -56,7 +58,7 @@ def test_a_killed_readers_leases_are_free_within_a_second(daemon: DaemonProcess)
         assert puppet.tell("hold", 2, 4) == 4
         assert held_bytes(client) == 4 * SLOT
         puppet.kill()
-        eventually(lambda: held_bytes(client) == 0, 1.0)
+        eventually(lambda: held_bytes(client) == 0)
         assert client.lookup(client.open_namespace(IDENTITY, GEOMETRY), chain(2, 4)).blocks == 4, "its blocks stay"
 
 
@@ -71,7 +73,7 @@ def test_a_killed_client_does_not_disturb_the_others(daemon: DaemonProcess) -> N
                     for block in put.blocks:
                         block.write(pattern(block.hash))
                 assert put.stored == 4
-        eventually(lambda: held_bytes(client) == 0, 1.0)
+        eventually(lambda: held_bytes(client) == 0)
 
 
 def test_a_forked_child_does_not_keep_a_dead_parents_slots(daemon: DaemonProcess) -> None:
@@ -84,7 +86,7 @@ def test_a_forked_child_does_not_keep_a_dead_parents_slots(daemon: DaemonProcess
             os.kill(child, 0)
         finally:
             os.kill(child, signal.SIGKILL)
-        eventually(lambda: held_bytes(client) == 0, 1.5)
+        eventually(lambda: held_bytes(client) == 0)
 
 
 def test_a_stopped_client_is_ended_by_silence_and_keeps_its_memory_until_it_dies(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_stopped_client_is_ended_by_silence_and_keeps_its_memory_until_it_dies
         puppet.tell("hold", 4, 2)
         puppet.tell("reserve", 5, 2)
         puppet.send(signal.SIGSTOP)
-        took_s = eventually(lambda: classes(client)["orphaned"] == 2 * SLOT, 8.0)
+        took_s = eventually(lambda: classes(client)["orphaned"] == 2 * SLOT, 20.0)
         assert took_s > 1.0, "it was ended by silence, not by chance"
         assert held_bytes(client) == 4 * SLOT, "its process may still touch them"
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
@@ -103,19 +105,19 @@ def test_a_stopped_client_is_ended_by_silence_and_keeps_its_memory_until_it_dies
         with client.put(namespace, chain(5, 2)) as put:
             assert put.names == ("slot",) * 2, "the keys of its reservations are free"
         puppet.send(signal.SIGCONT)
-        eventually(lambda: puppet.tell("check") == "SessionEnded", 5.0)
+        eventually(lambda: puppet.tell("check") == "SessionEnded", 10.0)
         assert puppet.tell("peek"), "what it had leased is still what it was"
         puppet.tell("drop")
-        eventually(lambda: held_bytes(client) == 0, 1.0)
+        eventually(lambda: held_bytes(client) == 0)
 
 
 def test_a_session_without_traffic_lives_on(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path, ["--session-silence-s", "1"]) as daemon, KVClient(daemon.address) as client:
+    with DaemonProcess(tmp_path, ["--session-silence-s", "3"]) as daemon, KVClient(daemon.address) as client:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
         with client.put(namespace, chain(6, 1)) as put:
             put.blocks[0].write(pattern(put.blocks[0].hash))
         with client.get(namespace, chain(6, 1)) as lease:
-            time.sleep(3.0)
+            time.sleep(7.0)
             assert lease.blocks == 1
             lease.check()
 
@@ -142,7 +144,7 @@ def test_a_cleared_block_stays_with_whoever_reads_it(daemon: DaemonProcess) -> N
                     block.write(pattern(block.hash))
         assert puppet.tell("peek")
         puppet.tell("drop")
-        eventually(lambda: classes(client)["doomed"] == 0, 1.0)
+        eventually(lambda: classes(client)["doomed"] == 0)
 
 
 @pytest.mark.parametrize("orderly", [True, False])
@@ -156,5 +158,5 @@ def test_a_client_that_closes_leaves_nothing_behind(daemon: DaemonProcess, order
             for block in put.blocks:
                 block.filled = False
         client.close()
-        eventually(lambda: held_bytes(watcher) == 0, 1.0)
-        eventually(lambda: all(not session.ended for session in watcher.stats().sessions), 1.0)
+        eventually(lambda: held_bytes(watcher) == 0)
+        eventually(lambda: all(not session.ended for session in watcher.stats().sessions))

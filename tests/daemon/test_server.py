@@ -23,6 +23,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern
+from tests.cases.figures import eventually
+from tests.daemon.faulty import FaultyDaemon
 
 SERVE = [sys.executable, "-c", "from kvstore.cli.main import main; raise SystemExit(main())", "serve"]
 
@@ -119,18 +121,22 @@ def test_health_is_served_overall_and_per_tier(shared: DaemonProcess) -> None:
             assert reply.status == health_pb2.HealthCheckResponse.SERVING, service
 
 
-def test_a_disk_that_fails_shows_in_health_metrics_and_stats(daemon: DaemonProcess) -> None:
+def test_a_disk_that_fails_shows_in_health_metrics_and_stats(tmp_path: Path) -> None:
     hashes = chain(1, 4)
-    store(daemon, hashes)
-    daemon.restart(kill=False)
-    os.truncate(daemon.data / "data", 0)
+    with FaultyDaemon(tmp_path) as daemon:
+        store(daemon, hashes)
+        daemon.restart(kill=False)
+        daemon.fault("EIO", "read")  # for good: what passes by itself may have passed before one looks
+        _shows_sick(daemon, hashes)
+
+
+def _shows_sick(daemon: DaemonProcess, hashes: bytes) -> None:
     with KVClient(daemon.address) as client, grpc.insecure_channel(f"unix:{daemon.address}") as channel:
         with client.get(client.open_namespace(IDENTITY, GEOMETRY), hashes) as lease:
             assert lease.blocks == 0, "a miss, and the daemon lives"
-        time.sleep(1.2)
         health: Any = health_pb2_grpc.HealthStub(channel)
         check = health_pb2.HealthCheckRequest(service="kvstore.tier.nvme")
-        assert health.Check(check, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert eventually(lambda: health.Check(check, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING)
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
         nvme = next(tier for tier in client.stats().tiers if tier.tier == "nvme")
         assert nvme.health == "degraded"
@@ -217,12 +223,11 @@ def test_a_stop_does_not_wait_longer_than_it_was_told(tmp_path: Path) -> None:
         store(daemon, chain(5, 1000))
         started_at = time.monotonic()
         assert daemon.stop() == 0
-        assert time.monotonic() - started_at < 6
+        assert time.monotonic() - started_at < 12, "all of it would take sixteen seconds"
 
 
 def test_sigint_stops_in_order_too(daemon: DaemonProcess) -> None:
-    os.kill(daemon.pid, signal.SIGINT)
-    assert daemon.stop() == 0
+    assert daemon.stop(signal.SIGINT) == 0
 
 
 def test_the_daemon_imports_neither_torch_nor_the_worker() -> None:

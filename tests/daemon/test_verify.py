@@ -58,7 +58,7 @@ def known_checksums(client: KVClient) -> bool:
 
 @pytest.mark.parametrize("nvme", [True, False], ids=["disk", "no disk"])
 def test_a_bit_that_flips_in_memory_is_a_miss(tmp_path: Path, nvme: bool) -> None:
-    with running(tmp_path, "--verify", "read", nvme=nvme) as (daemon, client, namespace):
+    with running(tmp_path, "--verify", "read", "--scrub-bytes-per-s", "0", nvme=nvme) as (daemon, client, namespace):
         assert known_checksums(client)
         assert not nvme or all_on_disk(client, BLOCKS)
         assert read(client, namespace, HASHES) == BLOCKS
@@ -125,7 +125,7 @@ def test_a_bit_that_flips_on_disk_is_found_though_nobody_reads_it(tmp_path: Path
         assert eventually(lambda: counter(client, "corrupt_found_by_scrub") == 1)
         assert "found by scrub: removed everywhere; its slot is in quarantine; check the disk" in daemon.log()
         assert eventually(lambda: client.stats().scrub_passes == 1)
-        assert tier(client, "nvme").class_bytes["quarantined"] == SLOT_BYTES
+        assert eventually(lambda: tier(client, "nvme").class_bytes["quarantined"] == SLOT_BYTES)
         assert client.lookup(namespace, HASHES).blocks == 3
 
 
@@ -144,7 +144,7 @@ def test_a_pass_shows_in_stats_and_metrics(tmp_path: Path) -> None:
         assert eventually(lambda: client.stats().scrub_passes == 1)
         stats = client.stats()
         assert stats.counters["scrubbed_bytes"] == 2 * BLOCKS * SLOT_BYTES
-        assert 1.0 < stats.scrub_pass_s < 10.0
+        assert 1.0 < stats.scrub_pass_s < 20.0
         with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         assert "kvstore_scrub_passes_total 1.0" in lines
