@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvstore.errors import KVStoreError
+from kvstore.worker.beams import BeamSearch
 from kvstore.worker.paged import PagedSequence
 from kvstore.worker.pulls import Pulled
 from kvstore.worker.requests import Finish, Listener, Request
@@ -59,6 +60,8 @@ class Job:
     began_at: float = field(default_factory=time.perf_counter)
     started: bool = False  # it was admitted once, and its listener was told
     forked: bool = False  # its prompt was computed, and each branch goes on by itself
+    search: BeamSearch | None = None  # its branches are beams: all in a step, or none
+    stalls: int = 0  # how often its beams could not all be in a step, and nothing else could either
     branches: list[Branch] = field(default_factory=list)
 
 
@@ -110,4 +113,4 @@ class Branch:
     @property
     def seats(self) -> int:
         """How many sequences it becomes once its prompt is computed."""
-        return 1 if self.job.forked else self.job.request.n
+        return 1 if self.job.forked else len(self.job.branches)

@@ -132,7 +132,7 @@ def test_a_stopped_sequence_goes_on_from_its_blocks(tiny: LoadedModel, store: Wa
     heard = Heard()
     engine.add(Request(prompt(40), 40), heard)
     steps(engine, 30)
-    engine._preempt(engine._running[0])
+    engine._lives.preempt(engine._lives.running[0])
     engine._cache.pool.give_back()
     assert store.held_bytes == 0
     to_the_end(engine)
