@@ -8,10 +8,13 @@
 
 #define LANES 8
 #define DOTS 2    /* queries whose products with four tokens are summed at once: what sixteen registers hold */
-#define VECTORS 2 /* of a value's vectors that are summed at once */
+#define PAIRS 1   /* of a value's vectors that are summed at once */
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 
 typedef __m256 vf;
+typedef struct {
+    vf a, b;
+} Pair;
 
 TARGET static inline vf v_set(float x) { return _mm256_set1_ps(x); }
 TARGET static inline vf v_load(const float *at) { return _mm256_loadu_ps(at); }
@@ -37,11 +40,11 @@ TARGET static inline float v_greatest(vf v)
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* The sums of four vectors. */
-TARGET static inline void v_sums(const vf v[4], float *to)
+/* Of four vectors, in each half the half's sums; and two such joined: the sums of eight vectors. */
+TARGET static inline vf v_quad(const vf v[4]) { return _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); }
+TARGET static inline vf v_join(const vf *quads)
 {
-    const vf sums = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20), _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
 }
 
 TARGET static inline vf v_signed(vf size, vf sign)
@@ -55,12 +58,20 @@ TARGET static inline vf v_power(vf whole)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
 }
 
-TARGET static inline vf v_load_float32(const void *at, int64_t i) { return _mm256_loadu_ps((const float *)at + i); }
-TARGET static inline vf v_load_float16(const void *at, int64_t i)
+TARGET static inline Pair p_float32(const void *at, int64_t i)
 {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)at + i)));
+    return (Pair){_mm256_loadu_ps((const float *)at + i), _mm256_loadu_ps((const float *)at + i + LANES)};
 }
-TARGET static inline vf v_load_bfloat16(const void *at, int64_t i)
+
+TARGET static inline Pair p_float16(const void *at, int64_t i)
 {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)((const uint16_t *)at + i))), 16));
+    const __m128i *items = (const __m128i *)((const uint16_t *)at + i);
+    return (Pair){_mm256_cvtph_ps(_mm_loadu_si128(items)), _mm256_cvtph_ps(_mm_loadu_si128(items + 1))};
+}
+
+/* Two items in each 32 bits: those with even numbers, those with odd ones. */
+TARGET static inline Pair p_bfloat16(const void *at, int64_t i)
+{
+    const __m256i both = _mm256_loadu_si256((const __m256i *)((const uint16_t *)at + i));
+    return (Pair){_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(-65536)))};
 }

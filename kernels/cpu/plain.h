@@ -7,11 +7,14 @@
 
 #define LANES 4
 #define DOTS 2   /* queries whose products with four tokens are summed at once: what sixteen registers hold */
-#define VECTORS 2 /* of a value's vectors that are summed at once */
+#define PAIRS 1  /* of a value's vectors that are summed at once */
 #define TARGET
 
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
+typedef struct {
+    vf a, b;
+} Pair;
 
 static inline vf v_set(float x) { return (vf){x, x, x, x}; }
 static inline vf v_load(const float *at)
@@ -36,11 +39,8 @@ static inline int v_any_above(vf v, float x)
     const vi above = v > v_set(x);
     return (above[0] | above[1] | above[2] | above[3]) != 0;
 }
-static inline void v_sums(const vf v[4], float *to)
-{
-    for (int i = 0; i < 4; i++)
-        to[i] = v_sum(v[i]);
-}
+static inline vf v_quad(const vf v[4]) { return (vf){v_sum(v[0]), v_sum(v[1]), v_sum(v[2]), v_sum(v[3])}; }
+static inline vf v_join(const vf *quads) { return quads[0]; }
 
 static inline vf v_floor(vf x)
 {
@@ -53,21 +53,31 @@ static inline vf v_power(vf whole) { return (vf)((__builtin_convertvector(whole,
 static inline vf v_signed(vf size, vf sign) { return (vf)(((vi)sign & INT32_MIN) | (vi)size); }
 static inline vf v_unless_below(vf v, vf x, float limit) { return (vf)(~(x < v_set(limit)) & (vi)v); }
 
-static inline vf v_load_float32(const void *at, int64_t i) { return v_load((const float *)at + i); }
-static inline vf v_load_bfloat16(const void *at, int64_t i)
-{
-    typedef uint16_t four __attribute__((vector_size(8)));
-    typedef uint32_t wide __attribute__((vector_size(16)));
-    four items;
-    memcpy(&items, (const uint16_t *)at + i, sizeof items);
-    return (vf)(__builtin_convertvector(items, wide) << 16);
-}
-static inline vf v_load_float16(const void *at, int64_t i)
+static inline Pair p_float32(const void *at, int64_t i) { return (Pair){v_load((const float *)at + i), v_load((const float *)at + i + LANES)}; }
+
+static inline vf v_half(const uint16_t *at)
 {
     typedef uint16_t four __attribute__((vector_size(8)));
     four items;
-    memcpy(&items, (const uint16_t *)at + i, sizeof items);
+    memcpy(&items, at, sizeof items);
     const vi wide = __builtin_convertvector(items, vi), sign = (wide & 0x8000) << 16, rest = (wide & 0x7FFF) << 13;
     const vf finite = (vf)rest * v_set(0x1p112f); /* the exponent's bias, 127 for 15 */
     return (vf)(sign | (vi)v_choose(rest >= 0x0F800000, (vf)(rest | 0x7F800000), finite));
+}
+
+static inline Pair p_float16(const void *at, int64_t i)
+{
+    return (Pair){v_half((const uint16_t *)at + i), v_half((const uint16_t *)at + i + LANES)};
+}
+
+/* Two items in each 32 bits: those with even numbers, those with odd ones. */
+static inline Pair p_bfloat16(const void *at, int64_t i)
+{
+    vi both;
+    memcpy(&both, (const uint16_t *)at + i, sizeof both);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    return (Pair){(vf)(both << 16), (vf)(both & -65536)};
+#else
+    return (Pair){(vf)(both & -65536), (vf)(both << 16)};
+#endif
 }

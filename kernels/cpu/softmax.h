@@ -22,16 +22,14 @@ TARGET static inline vf v_tanh(vf x)
     return v_signed(found, x);
 }
 
-/* Scores [n] become weights relative to the greatest so far, which `top` keeps; `sum` adds them up. What lies behind n, up to whole
- * vectors, becomes 0. Returns what all earlier weights have to be multiplied by. */
-TARGET static float soften(float *scores, int n, const Decode *decode, float *top, float *sum)
+/* Scores [n] become weights relative to the greatest so far, which `top` keeps; `sums` [LANES] adds them up. What lies behind n, up to
+ * whole vectors, is no less than the least score, and becomes 0. Returns what all earlier weights have to be multiplied by. */
+TARGET static inline float soften(float *scores, int n, const Decode *decode, float *top, float *sums)
 {
     const int whole = (n + LANES - 1) / LANES * LANES;
     const int capped = decode->softcap > 0;
     const vf scale = v_set(decode->scale * (capped ? 1 / decode->softcap : LOG2E)), cap = v_set(decode->softcap * LOG2E);
     vf greatest = v_set(LOWEST);
-    for (int i = n; i < whole; i++)
-        scores[i] = scores[n - 1];
     for (int i = 0; i < whole; i += LANES) {
         vf score = v_load(scores + i) * scale;
         if (capped)
@@ -40,20 +38,20 @@ TARGET static float soften(float *scores, int n, const Decode *decode, float *to
         greatest = v_max(score, greatest);
     }
     float factor = 1;
+    vf total = v_load(sums);
     if (v_any_above(greatest, *top)) {
         const float before = *top;
         *top = v_greatest(greatest);
         factor = v_first(v_exp2(v_set(before - *top)));
-        *sum *= factor;
+        total = total * v_set(factor);
     }
     for (int i = n; i < whole; i++)
         scores[i] = -INFINITY;
-    vf total = v_set(0);
     for (int i = 0; i < whole; i += LANES) {
         const vf weight = v_exp2(v_load(scores + i) - v_set(*top));
         v_store(scores + i, weight);
         total = total + weight;
     }
-    *sum += v_sum(total);
+    v_store(sums, total);
     return factor;
 }
