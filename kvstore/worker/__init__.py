@@ -1,15 +1,21 @@
 """The engine that ships with the store: a Hugging Face model whose paged KV cache is the store's arena.
 
-It owns the model, the block tables of its running sequences, and what they hold of the store. One thread calls it; behind that
-thread only the reserving of further slots runs in a thread of the cache's own. What may block: loading a model, and a prompt's
-acquire, which waits for blocks on their way up under a deadline. A decode step waits for the store only where no slot is left.
+It owns the model, the block tables of its running sequences, and what they hold of the store. One thread calls an engine; behind that
+thread slots are reserved ahead (pool.py) and the blocks of waiting prompts are leased (pulls.py). What may block: loading a model, and
+a step that has nothing to compute but waits for a pull, under a deadline. A decode waits for the store only where no slot is left.
 
-    model.py       loads a model, says its identity and geometry                 rows.py        a block's bytes as rows of tensors
-    bundled.py     finds the model that a package carries, and converts it       digests.py     names files by what is in them
-    paged.py       block tables; acquire, reserve, commit, release               attention.py   attention over a block table
-    engine.py      prefill and decode of a small batch, with its timings         standalone.py  a store in this process alone
-    plain.py       the same without any store, to compare with                   opening.py     the store of the daemon, or of this process
-    loop.py        a worker process behind a pipe (python -m kvstore.worker)
+    requests.py    the words between an engine and whoever serves it
+    serving.py     an engine in a thread of its own                  engine.py      a step: admit, share out, find slots, compute, tell
+    scheduler.py   who goes first, who gives way: rules, no I/O      admission.py   those that wait, and their pulls
+    lives.py       branches begin, fork, are stopped, end            branch.py      one request, its branches     beams.py  beam search
+    costs.py       what computing and loading take here              sampling.py    the next token
+    paged.py       block tables that share, commit and copy          pool.py, pulls.py   slots ahead; leases of prefixes
+    forward.py     one pass of the model                             attention.py   attention over block tables   rows.py  a block as rows
+    kinds.py, latent.py, scores.py   attention kinds: windows, MLA, sinks and caps
+    model.py       loads a model, says its identity and geometry     bundled.py     the model that a package carries, converted
+    standalone.py  a store in this process alone                     opening.py     the daemon's store, or one's own
+    plain.py       the same without any store, to compare with       loop.py        a worker behind a pipe (python -m kvstore.worker)
+    http/          OpenAI's HTTP interface                           answering.py, texts.py, detokenizing.py   tokens become text
 """
 
 import os
