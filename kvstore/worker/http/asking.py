@@ -151,7 +151,7 @@ def _sampling(fields: Fields, logprobs: int) -> Sampling:
 
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.raw("stop")
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         fields.wrong("stop", value, f"a text, or up to {MAX_STOPS} in a list")
     if len(stops) > MAX_STOPS:

@@ -23,8 +23,8 @@ class BadField(InvalidArgument):
     """A field of the request is wrong: `param` names it, `word` is OpenAI's code for how, where there is one."""
 
     def __init__(self, param: str, text: str, word: str | None = None) -> None:
-        super().__init__(text)
-        self.param, self.word = param, word
+        super().__init__(text.encode(errors="replace").decode())  # a field may be named with half a surrogate pair
+        self.param, self.word = param.encode(errors="replace").decode(), word
 
 
 class TooLong(LimitExceeded):

@@ -19,7 +19,7 @@ from kvstore.worker.texts import Texts
 
 INTERRUPTED_S = 5.0  # seconds for clients to be told that their answer was interrupted
 KEEP_ALIVE_S = 15.0  # seconds a connection waits for its next request: longer than a client's pool thinks between two
-BACKLOG = 512  # connections that wait to be accepted
+BACKLOG = 512  # connections: so many wait to be accepted, before the system refuses more
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ async def _run(
     app = App(serving, texts, settings)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    server = _Server(app, ending, lambda: ready(f"http://{shown}:{port}"))
+    server = Server(app, ending, lambda: ready(f"http://{shown}:{port}"))
     try:
         await server.serve(sockets=[listener])
     finally:
         app.close()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, which goes on listening while answers become whole: whoever comes meanwhile is told to go elsewhere."""
 
     def __init__(self, app: App, ending: Ending, ready: Callable[[], None]) -> None:

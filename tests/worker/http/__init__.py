@@ -1,0 +1,1 @@
+"""The HTTP interface before the engine."""
