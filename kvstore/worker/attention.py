@@ -21,6 +21,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from kvstore.errors import InvalidArgument
 from kvstore.worker import latent
+from kvstore.worker.joint import JointWriter, alike
+from kvstore.worker.native import Native, NativeStep
 from kvstore.worker.rows import BlockTable, Gatherer, Scratch
 from kvstore.worker.scores import softmax_by_hand
 
@@ -92,31 +94,76 @@ class Span:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What a layer asks of its attention."""
+
+    module: torch.nn.Module
+    index: int
+    window: int | None
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+    is_latent: bool
+
+
 @dataclass
 class Step:
-    """One forward pass over the new tokens of its spans. Notes the layers that asked for it, and adds up what its parts took."""
+    """One forward pass over the new tokens of its spans. Notes the layers that asked for it, and adds up what its parts took.
+
+    native    the CPU kernels, which then attend for all spans of a single new token; None: torch does
+    """
 
     spans: list[Span]
     scratch: Scratch
+    native: Native | None = None
     gather_s: float = 0.0
     write_s: float = 0.0
     layers: set[int] = field(default_factory=set)
+    _kernels: NativeStep | None = field(init=False, default=None)
+    _joint: JointWriter | None = field(init=False, default=None)
+    _joint_at: Tensor | None = field(init=False, default=None)
+    _apart: list[Span] | None = field(init=False, default=None)
 
-    def keys_values(self, span: Span, layer: int, window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V from the view's `low` on, [head, token, dim], after writing the new tokens' own: keys [head, new token, dim]."""
-        began_at = time.perf_counter()
-        keys, values = keys.contiguous(), values.contiguous()
-        span.table.write(layer, span.start, keys, values)
-        written_at = time.perf_counter()
-        self.write_s += written_at - began_at
+    def kernels(self, q_heads: int) -> NativeStep | None:
+        """The native calls of this step; None where torch does it all. Made once a step."""
+        if self._kernels is None and self.native is not None:
+            rows = [span for span in self.spans if span.count == 1]
+            self._kernels = NativeStep(self.native.kernel(q_heads), self.spans, rows)
+        return self._kernels
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put a layer's new K and V into their slots: keys [head, token, dim], values likewise."""
+        if self._apart is None:
+            self._plan_writes()
+        for span in self._apart or ():
+            span.table.write(layer, span.start, keys[:, span.tokens], values[:, span.tokens])
+        if self._joint is not None and self._joint_at is not None:
+            at = self._joint_at
+            self._joint.write(layer, keys.index_select(1, at), values.index_select(1, at))
+
+    def read(self, layer: int, span: Span, window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V from the view's `low` on, [head, token, dim]. `keys` and `values` as in `write`, which must have been called."""
         view = span.view(window)
-        if view.gatherer is None:
-            return keys, values  # all there is was just computed: no need to read it back
+        if view.gatherer is None:  # all there is was just computed: no need to read it back
+            return keys[:, span.tokens].contiguous(), values[:, span.tokens].contiguous()
+        began_at = time.perf_counter()
         keys, values = view.gatherer.layer(layer, self.scratch)
         first = view.gatherer.first * span.table.layout.tokens
         tokens = slice(view.low - first, span.total - first)
-        self.gather_s += time.perf_counter() - written_at
+        self.gather_s += time.perf_counter() - began_at
         return keys[:, tokens], values[:, tokens]
+
+    def _plan_writes(self) -> None:
+        """Single new tokens are written together, where there are several and they are in one arena; the others span by span."""
+        single = [span for span in self.spans if span.count == 1]
+        places = [(span.table, span.start) for span in single]
+        arena = alike(places) if len(single) > 1 else None
+        self._apart = self.spans
+        if arena is not None:
+            self._apart = [span for span in self.spans if span.count > 1]
+            self._joint = JointWriter(self.scratch.layout, arena, places)
+            self._joint_at = torch.tensor([span.at for span in single])
 
 
 def paged_attention(
@@ -143,24 +190,58 @@ def paged_attention(
     if others.get("position_bias") is not None:
         raise InvalidArgument("the model's attention uses position_bias, which the paged cache does not do; serve it without the store")
     window = _window(attention_mask, others.get("sliding_window"))
-    layer = cast(int, module.layer_idx)
-    paged_step.layers.add(layer)
-    is_latent = latent.is_latent(module)
-    if is_latent:
-        key, value = torch.cat((key, value), dim=-1), value[..., :0]
-    parts = []
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = Layer(module, cast(int, module.layer_idx), window, scale, softcap, s_aux, latent.is_latent(module))
+    paged_step.layers.add(layer.index)
+    kernels = paged_step.kernels(query.shape[1])
+    keys, values = _kept(layer, key, value)
+    began_at = time.perf_counter()
+    if kernels is None:
+        paged_step.write(layer.index, keys, values)
+    else:
+        paged_step.scratch.layout.check(keys, values)
+        kernels.write(layer.index, key, value)
+    paged_step.write_s += time.perf_counter() - began_at
+    parts: list[tuple[Span, Tensor]] = []
     for span in paged_step.spans:
-        new, tokens = query[:, :, span.tokens], span.tokens
-        keys, values = paged_step.keys_values(span, layer, window, key[0, :, tokens], value[0, :, tokens])
-        if is_latent:
-            out = latent.attend(module, new, keys, span.view(window).mask, cast(float, scaling))
-        elif softcap is not None or s_aux is not None:
-            mask = span.whole_mask(window)[0, 0] if span.count > 1 else None
-            out = softmax_by_hand(new, keys, values, mask, cast(float, scaling), softcap, s_aux)
-        else:
-            out, _ = sdpa_attention_forward(module, new, keys[None], values[None], span.view(window).mask, scaling=scaling)
-        parts.append(out)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+        if kernels is None or span.count > 1:
+            new = query[:, :, span.tokens]
+            parts.append((span, _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))))
+    if kernels is None or not kernels.rows:
+        return (parts[0][1] if len(parts) == 1 else torch.cat([out for _, out in parts], dim=1)), None
+    found = _decode(layer, kernels, query[0])
+    out = found.new_empty((1, query.shape[2], *found.shape[1:]))
+    kernels.put(out, found)
+    for span, part in parts:
+        out[:, span.tokens] = part
+    return out, None
+
+
+def _kept(layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer keeps of its new tokens, [head, token, dim] as the layout has it."""
+    if layer.is_latent:
+        return torch.cat((key[0], value[0]), dim=-1), value[0, ..., :0]
+    return key[0], value[0]
+
+
+def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of one sequence by torch: [1, new tokens, q_heads, value dim]."""
+    if layer.is_latent:
+        return latent.attend(layer.module, query, keys, span.view(layer.window).mask, layer.scaling)
+    if layer.softcap is not None or layer.sinks is not None:
+        mask = span.whole_mask(layer.window)[0, 0] if span.count > 1 else None
+        return softmax_by_hand(query, keys, values, mask, layer.scaling, layer.softcap, layer.sinks)
+    out, _ = sdpa_attention_forward(layer.module, query, keys[None], values[None], span.view(layer.window).mask, scaling=layer.scaling)
+    return out
+
+
+def _decode(layer: Layer, kernels: NativeStep, query: Tensor) -> Tensor:
+    """Attention of the single new tokens by the kernels: [row, q_heads, value dim]."""
+    rows = kernels.queries(query)
+    if layer.is_latent:
+        latents = kernels.decode(layer.index, latent.absorb(layer.module, rows), layer.scaling, layer.window, layer.softcap, layer.sinks)
+        return latent.bring_out(layer.module, latents.transpose(0, 1))
+    return kernels.decode(layer.index, rows, layer.scaling, layer.window, layer.softcap, layer.sinks)
 
 
 def _window(mask: Reach | Tensor | None, asked: int | None) -> int | None:

@@ -69,19 +69,29 @@ def expanded(module: torch.nn.Module, query: Tensor, kept: Tensor, mask: Tensor 
 
 def absorbed(module: torch.nn.Module, query: Tensor, kept: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """`attend` in the latent space: q·(W c) = (Wᵀ q)·c, so all heads share one key and one value a token."""
-    parts = cast(Any, module)
-    _, heads, count, _ = query.shape
-    weight = parts.kv_b_proj.weight.view(heads, -1, parts.kv_lora_rank)
-    up_keys, up_values = weight[:, : parts.qk_nope_head_dim], weight[:, parts.qk_nope_head_dim :]
-    nope, rope = query[0, ..., : parts.qk_nope_head_dim], query[0, ..., parts.qk_nope_head_dim :]
-    inside = torch.cat((nope @ up_keys, rope), dim=-1)  # [head, new token, latent ‖ rope]
+    inside = absorb(module, query[0])
+    heads, count, _ = inside.shape
     scores = (inside.reshape(heads * count, -1) @ kept[0].t() * scaling).view(heads, count, -1)
     if count > 1:
         scores = scores.masked_fill(~_seen(count, kept.shape[1], mask), torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    latents = (weights.view(heads * count, -1) @ kept[0, :, : parts.kv_lora_rank]).view(heads, count, -1)
-    out: Tensor = latents @ up_values.transpose(1, 2)
-    return out.transpose(0, 1)[None].contiguous()
+    latents = weights.view(heads * count, -1) @ kept[0, :, : cast(Any, module).kv_lora_rank]
+    return bring_out(module, latents.view(heads, count, -1))[None]
+
+
+def absorb(module: torch.nn.Module, query: Tensor) -> Tensor:
+    """Queries [head, token, nope ‖ rope] in the latent space: [head, token, latent ‖ rope]."""
+    parts = cast(Any, module)
+    weight = parts.kv_b_proj.weight.view(query.shape[0], -1, parts.kv_lora_rank)[:, : parts.qk_nope_head_dim]
+    return torch.cat((query[..., : parts.qk_nope_head_dim] @ weight, query[..., parts.qk_nope_head_dim :]), dim=-1)
+
+
+def bring_out(module: torch.nn.Module, latents: Tensor) -> Tensor:
+    """Weighted sums of latents [head, token, latent] as results [token, head, value dim]."""
+    parts = cast(Any, module)
+    weight = parts.kv_b_proj.weight.view(latents.shape[0], -1, parts.kv_lora_rank)[:, parts.qk_nope_head_dim :]
+    out: Tensor = latents @ weight.transpose(1, 2)
+    return out.transpose(0, 1).contiguous()
 
 
 def _seen(count: int, total: int, mask: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from kvstore.clients.blocks import BlockStore
 from kvstore.errors import EnvironmentFault, InvalidArgument, ResourceExhausted
 from kvstore.hashing import HASH_BYTES, block_hashes
 from kvstore.worker.attention import Span, Step
+from kvstore.worker.native import native_for
 from kvstore.worker.pool import Place, Pool, slots_of
 from kvstore.worker.pulls import Pulled, Pulls
 from kvstore.worker.rows import BlockTable, RowLayout, Scratch
@@ -39,11 +40,15 @@ class Hold:
 
 
 class PagedCache:
-    """Sequences over one store. One thread calls it; `close` ends what is left and leaves the store open."""
+    """Sequences over one store. One thread calls it; `close` ends what is left and leaves the store open.
 
-    def __init__(self, store: BlockStore, acquire_timeout_s: float = ACQUIRE_TIMEOUT_S) -> None:
+    native    single new tokens attend through the CPU kernels, where there are any: faster, and not torch's last bits
+    """
+
+    def __init__(self, store: BlockStore, acquire_timeout_s: float = ACQUIRE_TIMEOUT_S, native: bool = False) -> None:
         self.store = store
         self.layout = RowLayout(store.geometry)
+        self.native = native_for(self.layout) if native else None
         self.scratch = Scratch(self.layout)
         self.acquire_timeout_s = acquire_timeout_s
         self.pool = Pool(store, self.layout)
@@ -78,7 +83,7 @@ class PagedCache:
         """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
         ends = itertools.accumulate(count for _, count in parts)
         spans = [Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
-        return Step(spans, self.scratch)
+        return Step(spans, self.scratch, self.native)
 
     def let_go(self, hold: Hold) -> None:
         """One sequence less has this; the last one gives it back."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvstore.errors import GeometryError
 from kvstore.geometry import UNIT_BYTES, Geometry
 
+_FIRST_BLOCKS = 64  # a table's room at first: 1,024 tokens in blocks of 16
 FEW_BLOCKS = 4  # fewer whole blocks are written one by one: an indexed write wakes torch's threads, which costs more
 
 
@@ -41,6 +42,8 @@ class RowLayout:
         value_bytes = self.tokens * self.value_dim * self.dtype.itemsize
         row_bytes = math.gcd(UNIT_BYTES, key_bytes, value_bytes)
         self.row_items = row_bytes // self.dtype.itemsize
+        # One token's keys, or values, of one head are a whole number of pieces this long; slots and layers start at a multiple.
+        self.piece_items = math.gcd(UNIT_BYTES // self.dtype.itemsize, self.key_dim, self.value_dim)
         self.unit_rows = UNIT_BYTES // row_bytes
         self._key_rows, self._value_rows = key_bytes // row_bytes, value_bytes // row_bytes
         self.layer_rows = self.heads * (self._key_rows + self._value_rows)
@@ -48,6 +51,15 @@ class RowLayout:
         # Of each head's keys, of each head's values: the rows from a layer's start, [head, rows].
         self._key_at = heads * self._key_rows + torch.arange(self._key_rows)
         self._value_at = self.heads * self._key_rows + heads * self._value_rows + torch.arange(self._value_rows)
+
+    def check(self, keys: Tensor, values: Tensor) -> None:
+        """Raise GeometryError unless keys and values are [head, token, dim] with this layout's heads and dimensions."""
+        for part, dim in ((keys, self.key_dim), (values, self.value_dim)):
+            if part.shape[0] != self.heads or part.shape[2] != dim:
+                raise GeometryError(
+                    f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit blocks of {self.heads} heads with "
+                    f"{self.key_dim} and {self.value_dim} numbers; open the store with the model's own geometry"
+                )
 
     def key_rows(self, starts: Tensor) -> Tensor:
         """[head × block × rows of a head's keys] in layer 0, for the first rows `starts` [block] of slots."""
@@ -73,6 +85,7 @@ class ArenaRows:
         self.address = arena.ctypes.data
         self.items = torch.from_numpy(arena)[:whole].view(layout.dtype)
         self.rows = self.items.view(-1, layout.row_items)
+        self.pieces = self.items.view(-1, layout.piece_items)
 
     def starts(self, units: Sequence[int]) -> Tensor:
         """First rows [block] of the slots at `units`."""
@@ -117,16 +130,26 @@ class BlockTable:
         self.layout = layout
         self.runs: list[Run] = []
         self._blocks = 0
+        self._slots = np.empty(_FIRST_BLOCKS, np.uint64)
 
     def __len__(self) -> int:
         return self._blocks
+
+    @property
+    def slots(self) -> NDArray[np.uint64]:
+        """[block] the address in this process of each block's slot. Later appends may leave it stale."""
+        return self._slots[: self._blocks]
 
     def append(self, arena: ArenaRows, units: Sequence[int]) -> None:
         """Add blocks at the end."""
         if not self.runs or self.runs[-1].arena is not arena:
             self.runs.append(Run(arena))
         self.runs[-1].units.extend(units)
-        self._blocks += len(units)
+        blocks = self._blocks + len(units)
+        if blocks > len(self._slots):
+            self._slots = np.concatenate((self.slots, np.empty(2 * blocks, np.uint64)))
+        self._slots[self._blocks : blocks] = np.array(units, np.uint64) * np.uint64(UNIT_BYTES) + np.uint64(arena.address)
+        self._blocks = blocks
 
     def addresses(self) -> list[tuple[int, int]]:
         """Every block as (its arena's address, its unit), in order."""
@@ -143,7 +166,7 @@ class BlockTable:
         """A table of the same blocks, to go on differently."""
         made = BlockTable(self.layout)
         made.runs = [Run(run.arena, list(run.units)) for run in self.runs]
-        made._blocks = self._blocks
+        made._blocks, made._slots = self._blocks, self._slots.copy()
         return made
 
     def between(self, first: int, last: int) -> Iterator[tuple[int, ArenaRows, list[int]]]:
@@ -160,11 +183,8 @@ class BlockTable:
 
         Raises GeometryError where heads or dimensions are not the layout's.
         """
-        layout, (size, total) = self.layout, (self.layout.tokens, keys.shape[1])
-        shapes = (layout.heads, total, layout.key_dim), (layout.heads, total, layout.value_dim)
-        if (keys.shape, values.shape) != shapes:
-            found = f"keys {tuple(keys.shape)} and values {tuple(values.shape)}"
-            raise GeometryError(f"{found} do not fit blocks for {shapes[0]} and {shapes[1]}; give the model's own geometry")
+        size, total = self.layout.tokens, keys.shape[1]
+        self.layout.check(keys, values)
         done = 0
         while done < total:
             block, inside = divmod(position + done, size)
