@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from kvstore import config
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, Unavailable
 
 NAME = "worker"
 HELP = """Serve a language model over HTTP as OpenAI does (/v1/completions, /v1/chat/completions), its KV cache being the store.
@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit status."""
+    if not args.standalone:
+        _reach(args.listen)  # loading a model first, only to find nobody there, takes long
     try:
         from kvstore.worker.http import main
         from kvstore.worker.http.app import Settings
@@ -47,6 +49,16 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.name, os.environ.get(KEY, ""), args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))
     return 0
+
+
+def _reach(address: str | None) -> None:
+    from kvstore.clients.client import KVClient
+
+    try:
+        with KVClient(address) as client:
+            client.stats()
+    except Unavailable as error:
+        raise Unavailable(f"{error}; start `kvstore serve`, or give --standalone 2GiB for memory of its own") from error
 
 
 def _bytes(text: str) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstore.clients.blocks import BlockStore
-from kvstore.errors import Unavailable
 from kvstore.worker.engine import Engine, Options
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending, serve
@@ -74,7 +73,4 @@ def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Call
 def _store(plan: Plan, loaded: LoadedModel) -> BlockStore:
     if plan.standalone_bytes:
         return StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes)
-    try:
-        return open_shared(loaded, plan.address, name="worker")
-    except Unavailable as error:
-        raise Unavailable(f"{error}; start `kvstore serve`, or give --standalone 2GiB for memory of its own") from error
+    return open_shared(loaded, plan.address, name="worker")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from kvstore.worker.texts import Texts
 from tests.worker.http.scripted import WAIT_S, Running, running
 
 MODEL = "SmolLM2-135M-Instruct"
-START_S = 90.0  # to import torch and load the model, on a busy machine
+KEY = "the key"
+RUNNING = 8  # sequences that the real worker runs at once
 
 
 class Worker:
@@ -37,17 +37,9 @@ class Worker:
         self.ready = self.process.stdout.readline()
         self.url = self.ready.partition(" on ")[2].partition("/v1,")[0]
 
-    def client(self, key: str = "none") -> openai.OpenAI:
+    def client(self, key: str = KEY) -> openai.OpenAI:
         """A client that tries once."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
-
-    def end(self) -> int:
-        """SIGTERM; the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(WAIT_S)
-        finally:
-            self.close()
 
     def close(self) -> None:
         """End it whatever it does."""
@@ -105,6 +97,7 @@ def daemon_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonP
 @pytest.fixture(scope="module")
 def worker(daemon_process: DaemonProcess) -> Iterator[Worker]:
     """The real worker over the real daemon."""
-    process = Worker("--listen", daemon_process.address, "--running", "8")
+    flags = ("--running", str(RUNNING), "--max-waiting", "1", "--drain-s", "0.5")
+    process = Worker("--listen", daemon_process.address, *flags, environment={"KVSTORE_API_KEY": KEY})
     yield process
     process.close()
