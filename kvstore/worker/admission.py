@@ -4,10 +4,11 @@ A prompt whose next block another sequence is computing right now waits for it: 
 one worker never does it twice.
 """
 
+import bisect
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from kvstore.hashing import HASH_BYTES, usable_blocks
+from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
 from kvstore.worker.branch import Branch
 from kvstore.worker.costs import Costs
 from kvstore.worker.paged import PagedCache
@@ -59,10 +60,18 @@ class Admission:
             self.forget(branch)
 
     def _hot_tokens(self, branch: Branch) -> int:
-        """Leading tokens that the store has, as far as it is known without asking it."""
+        """Leading tokens that the store has: as its pull found, or else, where many wait, as far as this worker committed them itself."""
         if branch.pull is not None and branch.pull.done():
             return len(branch.pull.result().units) * self._size
-        return branch.hot_tokens
+        if len(self.waiting) <= PULLS_AHEAD:
+            return branch.hot_tokens
+        if branch.hashes is None:
+            branch.hashes = block_hashes(branch.job.root, branch.job.request.tokens, self._size)
+        hashes, committed = branch.hashes, self._cache.committed
+        blocks = usable_blocks(len(branch.job.request.tokens), self._size)
+        # Blocks leave a chain from its end, so the first that is missing can be searched by halves.
+        missing = bisect.bisect_left(range(blocks), 1, key=lambda at: hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] not in committed)
+        return missing * self._size
 
     def _pull(self, running: Sequence[Branch], now: float) -> None:
         """Begin the pulls of those that are next, as far as there is room for what they bring."""

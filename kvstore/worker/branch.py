@@ -69,7 +69,8 @@ class Job:
 class Branch:
     """One continuation of a request's prompt. It waits while it has no sequence; see `scheduler.Schedulable`.
 
-    hot_tokens      set while it waits              asked_again     the hash of the block for which its pull was made anew
+    hashes          32 bytes a block of the prompt, where they were needed to guess hot_tokens, which is set while it waits
+    asked_again     the hash of the block for which its pull was made anew
     not_before      monotonic seconds until which it is not admitted      starved_since   when it first got no slots though alone
     """
 
@@ -79,11 +80,18 @@ class Branch:
     completion: Completion = field(default_factory=Completion)
     sequence: PagedSequence | None = None
     pull: Future[Pulled] | None = None
+    hashes: bytes | None = None
     hot_tokens: int = 0
     asked_again: bytes = b""
     not_before: float = 0.0
     starved_since: float | None = None
     ended: bool = False
+
+    @property
+    def mates(self) -> list[Branch]:
+        """Those that must be in a step with it, itself included: of a beam search all living beams."""
+        job = self.job
+        return job.branches[: len(job.search.tokens)] if job.search and job.forked else [self]
 
     @property
     def priority(self) -> int:

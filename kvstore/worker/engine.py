@@ -189,7 +189,7 @@ class Engine:
                     ready.append((branch, count))
                     break
         there = {branch for branch, _ in ready if branch.sequence is not None}
-        return [(branch, count) for branch, count in ready if branch in there and _together(branch, there)]
+        return [(branch, count) for branch, count in ready if branch in there and there.issuperset(branch.mates)]
 
     def _stand_still(self) -> None:
         """Nothing can be computed now. Beams of which some wait for slots that the others hold start again together."""
@@ -274,9 +274,3 @@ class Engine:
                 if self.options.keep_logits:
                     branch.completion.first_logits = row.clone()
             self._lives.take(branch, choice)
-
-
-def _together(branch: Branch, there: set[Branch]) -> bool:
-    """Whether all that must be in a step with this branch are."""
-    job = branch.job
-    return not (job.search and job.forked) or all(each in there for each in job.branches)

@@ -99,7 +99,11 @@ class Lives:
         for at, origin in enumerate(origins):
             if at not in parents:
                 origin.close()
-        for branch, sequence, tokens in zip(job.branches, sequences, search.tokens, strict=True):
+        for branch in job.branches[len(parents) :]:  # fewer than before, where so many texts have ended
+            branch.sequence = None
+            if branch in self.running:
+                self.running.remove(branch)
+        for branch, sequence, tokens in zip(job.branches, sequences, search.tokens, strict=False):
             branch.sequence, branch.completion.tokens = sequence, list(tokens)
             branch.completion.hit_tokens = job.branches[0].completion.hit_tokens
             sequence.append(tokens[-1])

@@ -10,7 +10,7 @@ from kvstore.errors import ResourceExhausted
 from kvstore.worker.engine import Engine, Options
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import generate_plain
-from kvstore.worker.requests import Ended, Event, Finish, Made, Request, Sampling, Started
+from kvstore.worker.requests import Ended, Event, Finish, Listener, Made, Request, Sampling, Started
 from kvstore.worker.scheduler import Rules
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt, small_store
 
@@ -96,6 +96,22 @@ def test_a_prompt_that_another_is_computing_is_not_computed_twice(tiny: LoadedMo
     hits = sorted(each.events[0].hit_tokens for each in heard if isinstance(each.events[0], Started))
     assert hits == [0, 80, 80, 80]
     assert sum(len(slots) for slots, _ in store.committed) == 10
+    engine.close()
+
+
+def test_of_many_that_wait_the_hot_one_goes_first(tiny: LoadedModel, store: Watched) -> None:
+    engine = Engine(tiny, store, Options(Rules(step_tokens=24, running=1, age_s=1e9)))
+    engine.generate([Request(prompt(100, seed=9), 1)])
+    begun: list[int] = []
+
+    def listener(index: int) -> Listener:
+        return lambda event: begun.append(index) if isinstance(event, Started) else None
+
+    for index in range(8):
+        engine.add(Request(prompt(100, seed=9 if index == 6 else index), 2), listener(index))
+    to_the_end(engine)
+    assert begun[0] == 6, "all came at once, and only one had its blocks in the store"
+    assert sorted(begun) == list(range(8))
     engine.close()
 
 
