@@ -17,6 +17,7 @@ COMMANDS = (
     "demo",
     "serve",
     "worker",
+    "chat",
     "generate",
     "lookup",
     "stats",

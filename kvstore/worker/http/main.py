@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.clients.blocks import BlockStore
@@ -12,22 +12,28 @@ from kvstore.worker.engine import Engine, Options
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending, serve
 from kvstore.worker.model import LoadedModel, load_model
-from kvstore.worker.opening import open_shared
+from kvstore.worker.opening import Opened, open_either, open_shared
 from kvstore.worker.scheduler import DEFAULT_RUNNING, DEFAULT_STEP_TOKENS, Rules
 from kvstore.worker.serving import MAX_WAITING, EngineThread
 from kvstore.worker.standalone import StandaloneStore
 from kvstore.worker.texts import Texts
 
 PATIENCE_S = 30.0  # seconds a text waits for slots that other workers hold before it fails
+ALONE_TEXTS = 2  # texts of the model's full length: what memory of its own holds where no daemon answers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is served, out of what. `standalone_bytes` 0: the daemon at `address` (None: its usual socket), else memory of its own."""
+    """What is served, out of what.
+
+    standalone_bytes   0: the store of the daemon at `address` (None: its usual socket). Else so much memory of its own
+    or_alone           where no daemon answers, memory of its own for a few texts
+    """
 
     model: Path | None = None
     address: str | None = None
     standalone_bytes: int = 0
+    or_alone: bool = False
     max_waiting: int = MAX_WAITING
     step_tokens: int = DEFAULT_STEP_TOKENS
     running: int = DEFAULT_RUNNING
@@ -35,12 +41,13 @@ class Plan:
 
 @dataclass
 class Built:
-    """An engine that runs, and what belongs to it. `close` ends it; then its store."""
+    """An engine that runs, and what belongs to it. `why_alone`: why its store is not the daemon's, where that was not asked for."""
 
     serving: EngineThread
     texts: Texts
     store: BlockStore
-    where: str = field(default="")
+    shared: bool
+    why_alone: str = ""
 
     def close(self) -> None:
         """Give everything back."""
@@ -51,11 +58,10 @@ class Built:
 def build(plan: Plan) -> Built:
     """Load the model, open the store, start the engine. Raises ConfigError, InvalidArgument, Unavailable."""
     loaded = load_model(plan.model)
-    store = _store(plan, loaded)
+    opened = _opened(plan, loaded)
     rules = Rules(step_tokens=plan.step_tokens, running=plan.running)
-    engine = Engine(loaded, store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False))
-    where = "memory of its own" if plan.standalone_bytes else "the daemon's store"
-    return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), store, where)
+    engine = Engine(loaded, opened.store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False))
+    return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), opened.store, opened.shared, opened.why_alone)
 
 
 def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Callable[[str], None]) -> None:
@@ -65,12 +71,15 @@ def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Call
     built = build(plan)
     named = settings if settings.name else Settings(built.texts.name, settings.api_key, settings.max_body_bytes)
     try:
-        serve(built.serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {built.where}"))
+        where = "the daemon's store" if built.shared else "memory of its own"
+        serve(built.serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {where}"))
     finally:
         built.close()
 
 
-def _store(plan: Plan, loaded: LoadedModel) -> BlockStore:
+def _opened(plan: Plan, loaded: LoadedModel) -> Opened:
     if plan.standalone_bytes:
-        return StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes)
-    return open_shared(loaded, plan.address, name="worker")
+        return Opened(StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes), shared=False)
+    if plan.or_alone:
+        return open_either(loaded, plan.address, ALONE_TEXTS * loaded.max_tokens)
+    return Opened(open_shared(loaded, plan.address, name="worker"), shared=True)
