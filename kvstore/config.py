@@ -20,7 +20,9 @@ from kvstore.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30  # bytes
 ENV_PREFIX = "KVSTORE_"
-NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE")  # variables of this prefix: which file to read; off: without the compiled library
+API_KEY = "KVSTORE_API_KEY"  # the variable with the key that a worker asks of its clients, and that `kvstore chat` sends
+# Variables of this prefix that are no settings: which file to read; off: without the compiled library; a worker's key.
+NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE", API_KEY)
 MAX_BYTES = 2**62  # bytes: far above any machine, far below what 64 bits hold
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel's sockaddr_un takes, without its closing zero
 MAX_SECONDS = 86_400.0  # seconds, one day: a longer wait is a mistake in the unit

@@ -62,7 +62,7 @@ def test_all_kinds_of_values_are_read_from_the_environment() -> None:
 def test_the_file_is_found_by_flag_or_environment(tmp_path: Path) -> None:
     file = _file(tmp_path, 'verify = "read"')
     assert load(_flags("--config", str(file)), env={}).verify == "read"
-    assert load(env={"KVSTORE_CONFIG": str(file)}).verify == "read"
+    assert load(env={"KVSTORE_CONFIG": str(file), "KVSTORE_API_KEY": "a worker's key, no setting"}).verify == "read"
 
 
 @pytest.mark.parametrize(

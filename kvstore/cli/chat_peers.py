@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from kvstore.config import API_KEY
 from kvstore.errors import (
     ConfigError,
     InvalidArgument,
@@ -25,7 +26,6 @@ from kvstore.errors import (
 )
 
 SILENCE_S = 300.0  # seconds that a server may be silent: a long prompt before it may take so long on a processor without a GPU
-KEY = "KVSTORE_API_KEY"
 Messages = Sequence[Mapping[str, str]]
 Show = Callable[[str], None]
 
@@ -154,7 +154,7 @@ class _Server:
     def _opened(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.netloc, timeout=SILENCE_S)
-        key = os.environ.get(KEY)
+        key = os.environ.get(API_KEY)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
             connection.request(method, self._base + path, body, headers)

@@ -16,7 +16,6 @@ KVSTORE_API_KEY in the environment clients must send that key. SIGTERM stops it 
 
   kvstore worker --http 127.0.0.1:8000
   curl http://127.0.0.1:8000/v1/completions -d '{"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"}'"""
-KEY = "KVSTORE_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     given = {name: getattr(args, name) for name in ("max_waiting", "running", "step_tokens") if getattr(args, name) is not None}
     plan = main.Plan(args.model, args.listen, args.standalone, **given)
-    settings = Settings(args.name, os.environ.get(KEY, ""), args.max_body)
+    settings = Settings(args.name, os.environ.get(config.API_KEY, ""), args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))
     return 0
 
