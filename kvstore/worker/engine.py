@@ -40,11 +40,17 @@ IDLE_WAIT_S = 0.05  # the longest that a step waits for a pull when there is not
 
 @dataclass(frozen=True)
 class Options:
-    """`patience_s`: how long a sequence may wait for slots that only other workers hold, before it fails. 0: not at all."""
+    """How an engine works.
+
+    patience_s   how long a sequence may wait for slots that only other workers hold, before it fails. 0: not at all
+    keep_logits  a completion keeps the logits of its first token
+    native       single new tokens attend through the CPU kernels where there are any: faster, and not to the last bit as torch does
+    """
 
     rules: Rules = field(default_factory=Rules)
     patience_s: float = 0.0
     keep_logits: bool = True
+    native: bool = False
 
 
 class Engine:
@@ -56,7 +62,7 @@ class Engine:
             raise GeometryError(f"the store's blocks are {store.geometry}, the model's {geometry}; open it with the model's geometry")
         self.options = options or Options()
         self._loaded = loaded
-        self._cache = PagedCache(store)
+        self._cache = PagedCache(store, native=self.options.native)
         self._costs = Costs(store.geometry.block_tokens)
         self._room = Room(len(store.arena) // store.geometry.slot_bytes)
         self._admission = Admission(self._cache, self.options.rules, self._costs, self._room)

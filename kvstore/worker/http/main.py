@@ -60,7 +60,7 @@ def build(plan: Plan) -> Built:
     loaded = load_model(plan.model)
     opened = _opened(plan, loaded)
     rules = Rules(step_tokens=plan.step_tokens, running=plan.running)
-    engine = Engine(loaded, opened.store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False))
+    engine = Engine(loaded, opened.store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False, native=True))
     return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), opened.store, opened.shared, opened.why_alone)
 
 
