@@ -101,14 +101,14 @@ MUTANTS = (
     Mutant(
         "a record is on the medium before its block's bytes are",
         "tiers/nvme.py",
-        "            if self._durable is Durable.POWER:\n                self._data.sync()",
-        "            if self._durable is Durable.PROCESS:\n                self._data.sync()",
+        "            if self._durable is Durable.POWER:\n                self._sync_data(",
+        "            if self._durable is Durable.PROCESS:\n                self._sync_data(",
     ),
     Mutant(
         "a block is reported stored before its record is on the medium",
         "tiers/nvme.py",
-        "            self._records.write(encoded)\n            self._sync_records()",
-        "            self._records.write(encoded)",
+        "            self._records.sync()\n            if self._records.failed_syncs",
+        "            if self._records.failed_syncs",
     ),
     Mutant(
         "what survivors of the last daemon hold is given to others",

@@ -67,6 +67,7 @@ class Scene:
         self._stop: asyncio.Event | None = None
         self._spawned = 0
         self._voided = False  # a power failure took what was only written
+        self._at_rest = False  # the last daemon had nothing left to do
 
     def play(self) -> Report:
         """Run to the end, or to the first broken promise."""
@@ -105,6 +106,14 @@ class Scene:
             self._must_come("every block is written", lambda: not self.truth.unwritten)
         if self.watched is not None and not self.disk.lied and not self._voided and self.watched.corrupt:
             self.machine.wrong("blocks were found corrupt on a disk that was honest")
+        self._look_at_what_is_left()
+
+    def _look_at_what_is_left(self) -> None:
+        """Kill the daemon, which has nothing left to do: the next one finds what it had, and no more."""
+        if self.daemon is not None:
+            self._at_rest = True
+            self.machine.kill(self.daemon)
+            self._must_come("a daemon is back", lambda: self.watched is not None)
 
     def _run(self, until: float, done: Any) -> bool:
         while not done():
@@ -155,7 +164,7 @@ class Scene:
         self.reached["survivors"] += len(parts.hub.sessions.survivors)
         watched = Watched(parts.hub.cache, self.truth, self.machine)
         if not self.disk.lied:
-            watched.all_found()
+            watched.all_found(self._at_rest)
         self.watched, self._stop = watched, asyncio.Event()
         await daemon.start()
         await self._stop.wait()

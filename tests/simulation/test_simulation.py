@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.__main__ import failed
+from tests.simulation.mutants import MUTANTS, Mutant, mutated
 from tests.simulation.scene import play
 
 SEEDS = int(os.environ.get("KVSTORE_SIMULATION_SEEDS", "200"))  # runs; each some 0.2 s of one processor
@@ -46,6 +47,13 @@ def test_no_promise_is_broken_on_any_seed() -> None:
             broken += [failed(report)] if report.failure else []
     assert not broken, "\n".join(broken)
     assert [name for name in REACHED if not total[name]] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_fault_that_the_simulation_must_notice_can_still_be_made(mutant: Mutant) -> None:
+    """Noticing them takes minutes: `make mutants`."""
+    text = (HERE / mutant.path).read_text(encoding="utf-8")
+    assert mutated(mutant, text) != text
 
 
 def test_a_seed_replays_exactly_in_another_process() -> None:

@@ -182,8 +182,11 @@ class Watched:
             if broken := violations(self.cache.state):
                 self._machine.wrong("; ".join(broken))
 
-    def all_found(self) -> None:
-        """After recovery: what was reported stored is there. What is there besides is reported so by now."""
+    def all_found(self, at_rest: bool) -> None:
+        """After recovery: what was reported stored is there, what was reported cleared is not. What is there besides is reported by now.
+
+        at_rest  the last daemon had nothing left to do: what it had removed is not there either
+        """
         for digest, key in self._truth.stored:
             namespace = self.cache.state.namespace_ids.get(b"default\0" + digest, 0)
             row = self.cache.state.index.find_one(namespace, key) if namespace else 0
@@ -192,6 +195,10 @@ class Watched:
         index = self.cache.state.index
         for row in np.flatnonzero(index.slot.get(Tier.NVME, ())).tolist():
             found = (self._digest(index.namespace_at[row]), index.hash_bytes(row))
+            if self._truth.ever.get(found, set()) <= self._truth.forgotten.get(found, set()):
+                self._machine.wrong("a block that was cleared is found after a crash", found[1])
+            if at_rest and found not in self._truth.stored:
+                self._machine.wrong("a block that was removed, and its record deleted, is found after a crash", found[1])
             self._truth.stored.setdefault(found, self._truth.latest.get(found))
 
     def _new_tenures(self, reserved: Reserved) -> None:
@@ -326,4 +333,3 @@ def _short(value: object) -> str:
         inside = ", ".join(f"{name}={_short(getattr(value, name))}" for name in value.__dataclass_fields__)
         return f"{type(value).__name__}({inside})"
     return str(value)
-
