@@ -25,7 +25,7 @@ MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck"),
     "kernels": ("tiers", "worker", "clients", "bench", "testing"),
-    "native": ("cache", "daemon", "tiers", "kernels", "bench"),
+    "native": ("hashing", "cache", "daemon", "tiers", "kernels", "bench"),
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
     "worker": ("cli",),
@@ -42,7 +42,7 @@ EDGES = ("clients", "tiers", "kernels", "cli")
 ENTRY_POINTS = (
     r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore\.bench\.peers\.drive\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
     r"|kvstore\.clients\.(client|aio|vllm|sglang|transformers)|kvstore\.kernels\.(decode|copying|writing|host|cuda|cpu)"
-    r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)"
+    r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)|kvstore\.worker\.streaming"
 )
 # A unit in a name: one of these words, or the plural of what is counted. In a comment: one, or what is counted and a colon.
 UNIT_WORDS = r"(?i)\b(bytes?|[kmgt]ib|s|ms|seconds?|minutes?|days?|bits?|tokens?|blocks?|slots?|units?|lines?|status|version|port|mode)\b"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class View:
     gatherer: Gatherer | None
 
 
+class OwnAttention(Protocol):
+    """How a sequence attends that does not do it as the model says."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """One layer's attention: query [1, q_heads, new token, dim], all K and V of its table. Returns [1, new token, q_heads, dim]."""
+
+
 @dataclass
 class Span:
     """One sequence's part in a step: `start` tokens are in its slots; `count` are new, have slots to go to, and are the step's `at` on."""
@@ -56,6 +63,7 @@ class Span:
     start: int
     count: int
     at: int = 0
+    own: OwnAttention | None = None
     _views: dict[int | None, View] = field(init=False, default_factory=dict)
     _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
 
@@ -63,6 +71,11 @@ class Span:
     def tokens(self) -> slice:
         """Where its new tokens are in the step."""
         return slice(self.at, self.at + self.count)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the kernels can attend for it."""
+        return self.count == 1 and self.own is None
 
     @property
     def total(self) -> int:
@@ -128,7 +141,7 @@ class Step:
     def kernels(self, q_heads: int) -> NativeStep | None:
         """The native calls of this step; None where torch does it all. Made once a step."""
         if self._kernels is None and self.native is not None:
-            rows = [span for span in self.spans if span.count == 1]
+            rows = [span for span in self.spans if span.is_row]
             self._kernels = NativeStep(self.native.kernel(q_heads), self.spans, rows)
         return self._kernels
 
@@ -204,7 +217,7 @@ def paged_attention(
     paged_step.write_s += time.perf_counter() - began_at
     parts: list[tuple[Span, Tensor]] = []
     for span in paged_step.spans:
-        if kernels is None or span.count > 1:
+        if kernels is None or not span.is_row:
             new = query[:, :, span.tokens]
             parts.append((span, _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))))
     if kernels is None or not kernels.rows:
@@ -226,6 +239,8 @@ def _kept(layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of one sequence by torch: [1, new tokens, q_heads, value dim]."""
+    if span.own is not None:
+        return span.own.attend(query, keys, values, layer.scaling)
     if layer.is_latent:
         return latent.attend(layer.module, query, keys, span.view(layer.window).mask, layer.scaling)
     if layer.softcap is not None or layer.sinks is not None:

@@ -31,6 +31,8 @@ def generate_plain(loaded: LoadedModel, tokens: Sequence[int], max_tokens: int, 
     began_at = time.perf_counter()
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
+        if split:
+            cast(Any, cache).activate_past_recording()  # layers with windows keep what is cut back to
         logits = _forward(model, tokens, cache)
         if split:
             cache.crop(split - len(tokens))

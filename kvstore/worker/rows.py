@@ -162,6 +162,13 @@ class BlockTable:
             self.runs.pop()
         self._blocks -= 1
 
+    def drop(self, first: int, count: int) -> None:
+        """Take blocks [first, first + count) away; those after them move up."""
+        kept = [*self.between(0, first), *self.between(first + count, self._blocks)]
+        self.runs, self._blocks = [], 0
+        for _, arena, units in kept:
+            self.append(arena, units)
+
     def copy(self) -> "BlockTable":
         """A table of the same blocks, to go on differently."""
         made = BlockTable(self.layout)
