@@ -9,7 +9,7 @@ vllm_worker.py; here vLLM's calls are handed on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
 from kvstore.clients.channel import target
+from kvstore.clients.vllm_events import Events
 from kvstore.clients.vllm_facts import facts_of, identity_of
 from kvstore.clients.vllm_plan import StepPlan, WorkerFacts
 from kvstore.clients.vllm_scheduler import SchedulerHalf
@@ -50,7 +51,9 @@ class KVStoreConnector(KVConnectorBase_V1):
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._place = target(self._settings.address or None)
         self._identity = identity_of(vllm_config, self._settings.revision)
-        self._scheduler = SchedulerHalf(self._place, self._identity, self._settings) if role is KVConnectorRole.SCHEDULER else None
+        events = Events(self._place) if _wants_events(vllm_config) else None
+        scheduling = role is KVConnectorRole.SCHEDULER
+        self._scheduler = SchedulerHalf(self._place, self._identity, self._settings, events) if scheduling else None
         self._worker: WorkerHalf | None = None
         self._facts = WorkerFacts(refusal="the engine registered no KV tensors")
         self._manager: Any = None
@@ -76,6 +79,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         """Where each request's blocks lie."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
+        if self._planning.events is not None:
+            self._planning.events.manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens past the engine's own the store will load; None: ask again."""
@@ -100,6 +105,14 @@ class KVStoreConnector(KVConnectorBase_V1):
     def has_pending_block_frees(self) -> bool:
         """Blocks of ended requests will be free soon: no need to preempt."""
         return self._planning.keeps_blocks
+
+    def has_pending_push_work(self) -> bool:
+        """Steps go on for a moment, to publish that what was just stored is there."""
+        return self._planning.awaits_notices
+
+    def take_events(self) -> Iterable[Any]:
+        """What the store has and has no more, in vLLM's form; empty unless the engine publishes KV events."""
+        return self._planning.events.take() if self._planning.events is not None else ()
 
     def reset_cache(self) -> bool:
         """The weights may have changed: nothing stored before is found from now on, by this engine."""
@@ -172,3 +185,8 @@ class KVStoreConnector(KVConnectorBase_V1):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _wants_events(vllm_config: Any) -> bool:
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)

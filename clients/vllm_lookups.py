@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore import hashing
 from kvstore.clients import requests
@@ -18,9 +18,13 @@ from kvstore.clients.vllm_adapters import Adapters
 from kvstore.clients.vllm_facts import geometry_of, of_generation
 from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, WorkerFacts
 from kvstore.clients.vllm_requests import Tracked
+from kvstore.clients.vllm_residency import Member
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import HASH_BYTES, Identity
 from kvstore.proto import kvstore_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore.clients.vllm_events import Events
 
 MAX_LEASES = 256  # leases: requests that were looked at and do not run yet; more would hold memory that running ones need
 NOTHING = (0, False)
@@ -32,8 +36,8 @@ log = logging.getLogger("kvstore.vllm")
 class Lookups:
     """See the module's text. `tracked` has every request that the store was asked for, by vLLM's id, until it ends."""
 
-    def __init__(self, place: str, identity: Identity, settings: Settings) -> None:
-        self._place, self._identity, self._settings = place, identity, settings
+    def __init__(self, place: str, identity: Identity, settings: Settings, events: Events | None = None) -> None:
+        self._place, self._identity, self._settings, self._events = place, identity, settings, events
         self._facts: list[WorkerFacts] = []
         self._prefixes: Prefixes | None = None  # made with the first request: grpc does not survive a fork
         self._adapters = Adapters()
@@ -49,6 +53,7 @@ class Lookups:
         if refusal := next((each.refusal for each in self._facts if each.refusal), ""):
             log.warning("the store is not used: %s", refusal)
             self._facts = []
+        self._tell_of()
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens past `computed_tokens` the store will load, asynchronously; LATER: not known yet, ask again."""
@@ -88,6 +93,9 @@ class Lookups:
         place = ArenaPlace(arena.path, arena.inode[2] - len(arena.readable), len(arena.readable), arena.inode)
         tracked.loading = tuple(block_ids[begin : begin + count])
         self.loads.append(LoadJob(request.request_id, place, units, tracked.loading))
+        if self._events is not None:
+            hashes = tracked.hashes_of(begin + count)[begin * HASH_BYTES :]
+            self._events.used(request, begin, hashes, tracked.block_tokens, leased=True)
 
     def failed(self, bad_blocks: set[int]) -> None:
         """These engine blocks were not filled: their requests compute the rest, as what failed once would fail again."""
@@ -116,7 +124,8 @@ class Lookups:
                 tracked.drop_lease()
                 tracked.no_loads = True
         if self._prefixes is not None:
-            self._prefixes.reopen(self._members())
+            self._prefixes.reopen([_opening(each) for each in self._members()])
+        self._tell_of()
 
     def close(self) -> None:
         """Give everything back."""
@@ -173,7 +182,7 @@ class Lookups:
 
     def _open(self) -> Prefixes | None:
         if self._prefixes is None and self._facts:
-            self._prefixes = Prefixes(self._place, self._members(), "vllm")
+            self._prefixes = Prefixes(self._place, [_opening(each) for each in self._members()], "vllm")
         return self._prefixes
 
     @property
@@ -181,10 +190,19 @@ class Lookups:
         """The members of the group, each shard once."""
         return tuple(dict.fromkeys(each.shard for each in self._facts))
 
-    def _members(self) -> list[pb.OpenNamespaceRequest]:
+    def _members(self) -> list[Member]:
         distinct = {each.shard: each for each in self._facts}
         identity = of_generation(self._identity, self.generation)
-        return [requests.open_namespace(identity, geometry_of(each), each.shard, "", KEEP_ALL) for each in distinct.values()]
+        return [Member(identity, geometry_of(each), each.shard) for each in distinct.values()]
+
+    def _tell_of(self) -> None:
+        """Routers are told of the present namespaces."""
+        if self._events is not None and self._facts:
+            self._events.open(self._members())
+
+
+def _opening(member: Member) -> pb.OpenNamespaceRequest:
+    return requests.open_namespace(member.identity, member.geometry, member.shard, "", KEEP_ALL)
 
 
 def _named_by_tokens(request: Any) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.clients.vllm_lookups import Lookups
 from kvstore.clients.vllm_plan import SaveJob, StepPlan, WorkerFacts
 from kvstore.clients.vllm_requests import Tracked
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import HASH_BYTES, Identity
+
+if TYPE_CHECKING:
+    from kvstore.clients.vllm_events import Events
 
 MOMENT_S = 0.2  # seconds that others wait for blocks that are being saved; a save takes a few milliseconds, unless the daemon is ill
 
@@ -25,8 +28,10 @@ BlockIds = Callable[[str], Sequence[int]]  # where a request's blocks lie in the
 class SchedulerHalf:
     """See the module's text."""
 
-    def __init__(self, place: str, identity: Identity, settings: Settings) -> None:
-        self.lookups = Lookups(place, identity, settings)
+    def __init__(self, place: str, identity: Identity, settings: Settings, events: Events | None = None) -> None:
+        """events   tells routers what the store has; None where nobody wants to know."""
+        self.events = events
+        self.lookups = Lookups(place, identity, settings, events)
         self._tracked = self.lookups.tracked
         self._saves: list[SaveJob] = []  # of requests that have ended, for the next plan
         self._finished: set[str] = set()  # requests that have ended, for the next plan
@@ -37,6 +42,11 @@ class SchedulerHalf:
     def keeps_blocks(self) -> bool:
         """Blocks of requests that have ended will be free in a moment."""
         return any(time.monotonic() - since < MOMENT_S for since in self._kept.values())
+
+    @property
+    def awaits_notices(self) -> bool:
+        """A router is to be told in a moment of what was just stored."""
+        return self.events is not None and self.events.awaited
 
     def introduce(self, facts: Iterable[WorkerFacts]) -> None:
         """What the workers' tensors are, in the order of their ranks."""
@@ -51,9 +61,10 @@ class SchedulerHalf:
             if tracked.request.num_preemptions != tracked.preemptions:
                 plan.stop.add(tracked.request.request_id)
             elif not tracked.loading:
-                plan.saves.extend(_saves_of(tracked, block_ids))
+                plan.saves.extend(self._saves_of(tracked, block_ids))
         loading = any(tracked.loading for tracked in self._tracked.values())
-        plan.idle = output.total_num_scheduled_tokens == 0 and (lookups.put_off or loading or bool(self._kept))
+        awaited = lookups.put_off or loading or bool(self._kept) or self.awaits_notices
+        plan.idle = output.total_num_scheduled_tokens == 0 and awaited
         lookups.loads, self._saves, lookups.restarted, self._finished, lookups.put_off = [], [], set(), set(), False
         return plan
 
@@ -78,7 +89,7 @@ class SchedulerHalf:
         tracked.drop_lease()
         if request.num_preemptions != tracked.preemptions:
             return False  # it has no blocks
-        self._saves.extend(_saves_of(tracked, lambda _: block_ids))
+        self._saves.extend(self._saves_of(tracked, lambda _: block_ids))
         if tracked.stored_blocks == 0:
             return False
         self._finished.add(request.request_id)
@@ -93,14 +104,17 @@ class SchedulerHalf:
     def close(self) -> None:
         """Give everything back."""
         self.lookups.close()
+        if self.events is not None:
+            self.events.close()
 
-
-def _saves_of(tracked: Tracked, block_ids: BlockIds) -> list[SaveJob]:
-    """The job for full blocks that are computed and whose save was not sent yet; their count is noted."""
-    begin, end = tracked.stored_blocks, tracked.computed_blocks()
-    if end <= begin or not tracked.storing or tracked.request.num_computed_tokens == 0:
-        return []
-    request_id = tracked.request.request_id
-    tracked.stored_blocks = end
-    hashes = tracked.hashes_of(end)[begin * HASH_BYTES :]
-    return [SaveJob(request_id, tracked.generation, hashes, tracked.parent_of(begin), tuple(block_ids(request_id)[begin:end]))]
+    def _saves_of(self, tracked: Tracked, block_ids: BlockIds) -> list[SaveJob]:
+        """The job for full blocks that are computed and whose save was not sent yet; their count is noted."""
+        begin, end = tracked.stored_blocks, tracked.computed_blocks()
+        if end <= begin or not tracked.storing or tracked.request.num_computed_tokens == 0:
+            return []
+        request_id = tracked.request.request_id
+        tracked.stored_blocks = end
+        hashes = tracked.hashes_of(end)[begin * HASH_BYTES :]
+        if self.events is not None:
+            self.events.used(tracked.request, begin, hashes, tracked.block_tokens, leased=False)
+        return [SaveJob(request_id, tracked.generation, hashes, tracked.parent_of(begin), tuple(block_ids(request_id)[begin:end]))]

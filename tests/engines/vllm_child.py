@@ -19,8 +19,12 @@ class Child:
 
     def __init__(self, config: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.config import KVEventsConfig
 
+        if "kv_events_config" in config:
+            config["kv_events_config"] = KVEventsConfig(**config["kv_events_config"])
         self.llm = LLM(**config)
+        self.socket: Any = None
         self.preempted = 0
         client = self.llm.llm_engine.engine_core
         if hasattr(client, "engine_core"):  # in this process
@@ -87,6 +91,24 @@ class Child:
 
         page = {sample.name: sample.value for family in REGISTRY.collect() for sample in family.samples}
         return {name: value for name, value in page.items() if name.startswith("vllm:kvstore_") and name.endswith("_total")}
+
+    def events(self, endpoint: str) -> Answer:
+        """What the engine has published on its KV event socket since this was last asked, from the first time on."""
+        import msgspec
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
+
+        if self.socket is None:
+            self.socket = zmq.Context.instance().socket(zmq.SUB)
+            self.socket.connect(endpoint)
+            self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        events: list[dict[str, Any]] = []
+        while self.socket.poll(200):
+            for event in decoder.decode(self.socket.recv_multipart()[-1]).events:
+                facts = {name: getattr(event, name) for name in event.__struct_fields__}
+                events.append({"kind": type(event).__name__, **facts})
+        return events
 
     def stored(self, prompt: list[int], salt: str = "") -> Answer:
         """The SHA-256 of each block of a prompt that the store has, in chain order."""
