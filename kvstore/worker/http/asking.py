@@ -49,6 +49,7 @@ class Asked:
     max_tokens: int | None = None
     sampling: Sampling = _GREEDY
     n: int = 1
+    beams: int = 0
     stop: Sequence[str] = ()
     salt: str = ""
     priority: int = 0
@@ -115,11 +116,13 @@ def _common(fields: Fields, logprobs: int) -> Asked:
         raise BadField("stream_options", "stream_options needs stream: true beside it")
     fields.ignore(_IGNORED)
     fields.only_neutral(_NEUTRAL)
+    beams = fields.integer("beams", 0, 0, MAX_BRANCHES) or 0
     return Asked(
         model=model,
         chat=False,
-        sampling=_sampling(fields, logprobs),
+        sampling=_sampling(fields, logprobs, beams),
         n=fields.integer("n", 1, 1, MAX_BRANCHES) or 1,
+        beams=beams,
         stop=_stops(fields),
         salt=_salt(fields),
         priority=fields.integer("priority", 0, -_MOST, _MOST) or 0,
@@ -130,10 +133,10 @@ def _common(fields: Fields, logprobs: int) -> Asked:
     )
 
 
-def _sampling(fields: Fields, logprobs: int) -> Sampling:
+def _sampling(fields: Fields, logprobs: int, beams: int) -> Sampling:
     top_k = fields.integer("top_k", 0, -1, _MOST) or 0
     asked = Sampling(
-        temperature=fields.number("temperature", 1.0),
+        temperature=fields.number("temperature", 0.0 if beams else 1.0),
         top_p=fields.number("top_p", 1.0),
         top_k=max(top_k, 0),  # -1 is how some clients say all
         min_p=fields.number("min_p", 0.0),
@@ -146,6 +149,8 @@ def _sampling(fields: Fields, logprobs: int) -> Sampling:
         sampler.check(asked)
     except InvalidArgument as error:
         raise BadField(str(error).split(" ", 1)[0], str(error)) from error
+    if beams and asked != _GREEDY:
+        raise BadField("beams", "a beam search takes no sampling settings and tells no logprobs; leave them out, or beams")
     return asked
 
 

@@ -68,6 +68,7 @@ def _request(asked: Asked, tokens: Sequence[int], texts: Texts, param: str) -> R
         salt=asked.salt,
         sampling=asked.sampling,
         n=asked.n,
+        beams=asked.beams,
         priority=asked.priority,
         ignore_eos=asked.ignore_eos,
     )

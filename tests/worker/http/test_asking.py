@@ -29,7 +29,7 @@ FOR_BOTH = [
     ("stop", 5), ("stop", ["a"] * 5), ("stop", [""]), ("stop", ["a", 1]), ("stop", "x" * 1001), ("stop", {}), ("model", 5), ("model", ""),
     ("stream", 1), ("stream", "yes"), ("stream_options", {"include_usage": True}), ("stream_options", 5), ("cache_salt", 5),
     ("cache_salt", "\ud800"), ("priority", 2**40), ("priority", "high"), ("logit_bias", {"5": 1}), ("store", True),
-    ("repetition_penalty", 1.1), ("ignore_eos", 1), ("nonsense", 1), ("x" * 5000, 1), ("\ud800", 1),
+    ("repetition_penalty", 1.1), ("ignore_eos", 1), ("beams", -1), ("beams", 129), ("nonsense", 1), ("x" * 5000, 1), ("\ud800", 1),
 ]  # fmt: skip
 FOR_COMPLETIONS = [
     ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 1]), ("prompt", [1.5]), ("prompt", [True]), ("prompt", {}),
@@ -84,7 +84,22 @@ def test_every_setting_arrives() -> None:
         "ignore_eos": True, "skip_special_tokens": False, "logprobs": 4, "max_tokens": 9, "echo": False, "best_of": 3,
     }  # fmt: skip
     expected = Asked(
-        "m", False, ["Hello"], (), 9, Sampling(0.5, 0.9, 40, 0.05, 1.0, -1.0, 7, 4), 3, ("a", "b"), "s", -2, True, False, False, True, True
+        "m",
+        False,
+        ["Hello"],
+        (),
+        9,
+        Sampling(0.5, 0.9, 40, 0.05, 1.0, -1.0, 7, 4),
+        3,
+        0,
+        ("a", "b"),
+        "s",
+        -2,
+        True,
+        False,
+        False,
+        True,
+        True,
     )
     assert asking.completion(COMPLETION | body) == expected
     chat = {name: value for name, value in body.items() if name not in ("logprobs", "echo", "best_of")}
@@ -99,6 +114,17 @@ def test_defaults_are_openai_s() -> None:
     assert asking.chat(CHAT | {"max_completion_tokens": 5}).max_tokens == 5
     with pytest.raises(BadField):
         asking.chat(CHAT | {"max_completion_tokens": 5, "max_tokens": 6})
+
+
+def test_beams_are_searched_without_sampling(smol_texts: Texts) -> None:
+    asked = asking.completion(COMPLETION | {"beams": 4, "n": 2})
+    assert asked.sampling == Sampling()
+    (made,) = prepare(asked, smol_texts, "m")
+    assert (made.request.beams, made.request.n) == (4, 2)
+    for wrong in ({"temperature": 1}, {"logprobs": 1}, {"seed": 1}):
+        with pytest.raises(BadField) as refused:
+            asking.completion(COMPLETION | {"beams": 4} | wrong)
+        assert refused.value.param == "beams"
 
 
 def test_parts_of_a_message_are_one_text() -> None:

@@ -94,6 +94,14 @@ def test_samples_of_one_prompt_differ_and_their_seed_repeats_them(client: Any) -
     assert len(set(runs[0])) > 1
 
 
+def test_the_best_texts_of_a_beam_search_are_the_answer(client: Any) -> None:
+    asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 3, "n": 2, "extra_body": {"beams": 3}}
+    answer = client.completions.create(**asked)
+    texts = [each.text for each in answer.choices]
+    assert len(set(texts)) == 2
+    assert any("Paris" in text for text in texts)
+
+
 def test_logprobs_are_those_of_the_text(client: Any) -> None:
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 4}
     choice = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
