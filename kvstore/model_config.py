@@ -64,10 +64,18 @@ def position_facts(config: Any) -> str:
         if any(part.get("rope_type", "default") != "default" for part in each):
             facts["max_position_embeddings"] = config.max_position_embeddings
         for name in ("head_dim", "partial_rotary_factor"):
-            if getattr(config, name, None) is not None:
-                facts[name] = getattr(config, name)
+            value = _fact(config, name)
+            if value is not None:
+                facts[name] = value
     facts |= _window_facts(config)
     return json.dumps(facts, sort_keys=True, separators=(",", ":")) if facts else ""
+
+
+def _fact(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001  a config whose layers differ in it raises an error of its library's
+        return config.to_dict().get(name)
 
 
 def _window_facts(config: Any) -> dict[str, Any]:

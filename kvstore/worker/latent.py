@@ -25,7 +25,8 @@ def is_latent(module: torch.nn.Module) -> bool:
 @contextmanager
 def kept_compressed(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model's latent attention modules hand latents and rotary keys to their attention function as they are."""
-    modules = [module for module in model.modules() if is_latent(module)]
+    has_latents = getattr(model.config, "kv_lora_rank", None) is not None  # or no module need be looked at
+    modules = [module for module in model.modules() if is_latent(module)] if has_latents else []
     for module in modules:
         cast(Any, module).expand_kv = _as_they_are
     try:

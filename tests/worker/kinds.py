@@ -54,14 +54,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2Config", _LATENT | {"q_lora_rank": None}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT | {"q_lora_rank": 24}),
 }
+# Families whose attention is of one of these kinds, in modules of their own.
+_RANKED = _LATENT | {"q_lora_rank": 24}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("Cohere2Config", _MIXED),
+    "exaone4": ("Exaone4Config", _MIXED),
+    "gemma": ("GemmaConfig", _WIDE | {"tie_word_embeddings": False}),
+    "glm4": ("Glm4Config", _WIDE),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", _RANKED),
+    "granite": ("GraniteConfig", {}),
+    "minicpm3": ("MiniCPM3Config", _RANKED),
+    "ministral": ("MinistralConfig", _MIXED),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "olmo3": ("Olmo3Config", _MIXED),
+    "phi": ("PhiConfig", {}),
+    "qwen3-moe": ("Qwen3MoeConfig", _WIDE | _EXPERTS),
+    "smollm3": ("SmolLM3Config", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
+    "youtu": ("YoutuConfig", _RANKED),
+}
 WINDOWED = tuple(name for name, (_, facts) in KINDS.items() if "sliding_window" in facts)
 
 
 @functools.cache
 def load(name: str) -> LoadedModel:
-    """The small model of this kind, the same one for all who ask."""
+    """The small model of this kind or family, the same one for all who ask."""
     torch.manual_seed(7)
-    kind, facts = KINDS[name]
+    kind, facts = (KINDS | FAMILIES)[name]
     config = getattr(transformers, kind)(**SMALL | facts)
     model = cast(Any, AutoModelForCausalLM).from_config(config).to(torch.float32)
     _enliven(model)

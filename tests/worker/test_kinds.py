@@ -15,12 +15,14 @@ from kvstore.worker import attention
 from kvstore.worker.kinds import reason_of_trial
 from kvstore.worker.model import LoadedModel, prepare
 from kvstore.worker.paged import PagedCache
-from tests.worker.kinds import KINDS, SMALL, WINDOW, WINDOWED, expected, load
+from tests.worker.kinds import FAMILIES, KINDS, SMALL, WINDOW, WINDOWED, expected, load
 from tests.worker.steps import forward, greedy, start
 from tests.worker.stores import BLOCK_TOKENS, prompt, small_store
 
 TOKENS = 14  # made by each run: across the end of a block
 LONG = 3 * WINDOW + 8  # tokens of a prompt that no window can hold
+# Heads that differ from layer to layer.
+_WIDE_AND_NARROW = {"head_dim": 24, "vocab_size_per_layer_input": 211, "hidden_size_per_layer_input": 8}
 TOLERANCE = 1e-4  # of logits up to about 10 in fp32: sums in another order are at 2e-5, and nothing else differs
 
 
@@ -59,6 +61,17 @@ def test_lengths_around_a_window_give_the_same(kind: str, length: int) -> None:
     wanted = expected(loaded, prompt(length), TOKENS)
     assert greedy(loaded, cache, [prompt(length)], TOKENS) == [wanted]
     assert greedy(loaded, cache, [prompt(length)], TOKENS, chunk=4) == [wanted]
+    cache.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_such_attention_give_what_generate_makes(family: str) -> None:
+    loaded, cache = load(family), cache_of(load(family))
+    prompts = [prompt(LONG), prompt(9, seed=3)]
+    wanted = [expected(loaded, tokens, TOKENS) for tokens in prompts]
+    assert len(set(wanted[0])) > 2
+    for _ in range(2):
+        assert greedy(loaded, cache, prompts, TOKENS, chunk=50) == wanted
     cache.close()
 
 
@@ -128,6 +141,7 @@ def test_windows_and_their_layers_are_in_the_position() -> None:
         ("Gemma3nTextConfig", {"head_dim": 16, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 16}, "share K and V"),
         ("DeepseekV32Config", {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2}, "indexed_attention"),
         ("BloomConfig", {}, "cannot be replaced"),
+        ("Gemma4TextConfig", _WIDE_AND_NARROW, "do not fit blocks"),
         ("StableLmConfig", {}, "without paged_step"),
         ("GPTNeoXConfig", {}, "do not fit blocks"),  # its number of KV heads is not what the configuration says
     ],
