@@ -15,23 +15,23 @@
 
 static const PassFunction *const passes[ISAS] = {
     NULL, plain_passes,
-#if defined(__x86_64__)
+#ifdef X86
     avx2_passes, avx512_passes, avx512_bf16_passes,
 #endif
 };
 
-int32_t kv_cpu_version(void) { return VERSION; }
+EXPORTED int32_t kv_cpu_version(void) { return VERSION; }
 
 /* The sizes of the structures that the launcher fills, to be compared with its own. */
-void kv_cpu_sizes(int32_t sizes[4])
+EXPORTED void kv_cpu_sizes(int32_t sizes[4])
 {
     sizes[0] = sizeof(Layout), sizes[1] = sizeof(Rows), sizes[2] = sizeof(Decode), sizes[3] = sizeof(Write);
 }
 
 /* Whether this processor has an instruction set. */
-int32_t kv_cpu_has(int32_t isa)
+EXPORTED int32_t kv_cpu_has(int32_t isa)
 {
-#if defined(__x86_64__)
+#ifdef X86
     __builtin_cpu_init();
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
@@ -149,7 +149,7 @@ static void run_unit(void *given, int64_t unit)
 }
 
 /* Floats of scratch that decode needs for these rows, whatever the window. */
-int64_t kv_cpu_scratch(const Layout *layout, const Rows *rows)
+EXPORTED int64_t kv_cpu_scratch(const Layout *layout, const Rows *rows)
 {
     int64_t chunks = 0;
     for (int64_t row = 0; row < rows->rows; row++)
@@ -158,7 +158,7 @@ int64_t kv_cpu_scratch(const Layout *layout, const Rows *rows)
 }
 
 /* Attention of every row over its tokens, those of `layer`. Returns 0, or -1 for an instruction set that is not here. */
-int32_t kv_cpu_decode(const Layout *layout, const Rows *rows, const Decode *decode)
+EXPORTED int32_t kv_cpu_decode(const Layout *layout, const Rows *rows, const Decode *decode)
 {
     int32_t isa = rows->isa;
     if (isa == ANY)
@@ -191,7 +191,7 @@ int32_t kv_cpu_decode(const Layout *layout, const Rows *rows, const Decode *deco
 }
 
 /* Copies new tokens' K and V into their slots. */
-void kv_cpu_write(const Layout *layout, const Write *write)
+EXPORTED void kv_cpu_write(const Layout *layout, const Write *write)
 {
     const int64_t item = layout->dtype == FLOAT32 ? 4 : 2, at[2] = {layout->key_at, layout->value_at};
     const int64_t head_bytes[2] = {layout->key_head_bytes, layout->value_head_bytes};

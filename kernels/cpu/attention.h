@@ -17,6 +17,14 @@ enum { ANY, PLAIN, AVX2, AVX512, AVX512_BF16, ISAS }; /* instruction sets, the l
 #define LOG2E 1.44269504088896340736f
 #define LOWEST -3.0e38f /* below every score: the greatest so far, before there is one */
 
+#if defined(__x86_64__) && !defined(PLAIN_ONLY)
+#define X86
+#endif
+
+/* What only the files here call stays inside the library: other libraries of the process may have the same names. */
+#define EXPORTED __attribute__((visibility("default")))
+#pragma GCC visibility push(hidden)
+
 /* Where K and V lie in a slot, in bytes. */
 typedef struct {
     int32_t dtype, q_heads, kv_heads, key_dim, value_dim, block_tokens, layers, chunk_tokens;
@@ -79,5 +87,7 @@ void pool_run(void (*act)(void *work, int64_t i), void *work, int64_t count, int
 /* numbers.c: conversions of `count` items, a dtype's to floats and back; rounds to the nearest, ties to even. */
 void to_floats(int dtype, const void *from, float *to, int64_t count);
 void from_floats(int dtype, const float *from, void *to, int64_t count);
+
+#pragma GCC visibility pop
 
 #endif

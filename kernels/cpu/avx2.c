@@ -1,6 +1,8 @@
 /* For x86-64 since 2013. */
 
-#if defined(__x86_64__)
+#include "attention.h"
+
+#ifdef X86
 
 #include "avx2.h"
 

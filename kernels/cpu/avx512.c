@@ -1,6 +1,8 @@
 /* For x86-64 with AVX-512. */
 
-#if defined(__x86_64__)
+#include "attention.h"
+
+#ifdef X86
 
 #include "avx512.h"
 

@@ -1,6 +1,8 @@
 /* For x86-64 with AVX-512 that multiplies pairs of bfloat16. */
 
-#if defined(__x86_64__)
+#include "attention.h"
+
+#ifdef X86
 
 #define DOT_BFLOAT16
 #include "avx512.h"

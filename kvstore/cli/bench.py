@@ -9,6 +9,7 @@ from kvstore.cli.main import Command
 # Each is a module of kvstore.bench that offers what a command offers. A new one is a line here.
 BENCHES = {
     "kernels": "the CUDA kernels: predicted for each shape, and measured where a GPU is",
+    "decode": "the CPU's decode attention in place, beside torch on contiguous and on gathered K and V",
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "scale": "memory and time a block as the index grows to ten million, and the start from disk",
     "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",

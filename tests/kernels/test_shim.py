@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from kvstore.kernels.variants import all_variants, copy_variant, decode_variant
 from tests.kernels.cases import decode_case
 from tests.kernels.faults import FAULTS, ROOT, outcome
 from tests.kernels.runner import run_suite, variants_of
+from tests.kernels.sanitizers import environment
 
 SUITES = [*(f"decode:{dtype}:{dim}:{group}" for dtype, dim, group in (
     ("float16", 64, 1), ("bfloat16", 80, 2), ("float16", 96, 3), ("bfloat16", 128, 4), ("float16", 128, 8), ("bfloat16", 256, 8),
@@ -31,21 +31,11 @@ PARTS = 5  # that the planted faults are tried in, so that none of the tests is 
 NAMED = {"a divergent shuffle": "divergent threads in block", "a thread that leaves before the barrier": "has ended"}
 
 
-def _sanitizers_library() -> str:
-    """AddressSanitizer's runtime, which must be in a process before Python is; skips where the compiler has none to load."""
-    name = "libclang_rt.asan-x86_64.so" if "clang" in Path(compiler()).resolve().name else "libasan.so"
-    found = subprocess.run([compiler(), f"-print-file-name={name}"], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-    if not Path(found).is_absolute():
-        pytest.skip(f"{compiler()} has no {name} to load; install it to run the kernels under the sanitizers")
-    return found
-
-
 def test_the_sanitizers_find_nothing(built: Callable[..., Path]) -> None:
-    preload = _sanitizers_library()
+    preloaded = environment(compiler())
     library = built([variant for suite in SUITES for variant in variants_of(suite)], ("-O1", *SANITIZERS))
-    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     command = [sys.executable, "-m", "tests.kernels.runner", str(library), "--seeds", str(SEEDS), *SUITES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=preloaded, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.strip() == f"{len(SUITES) * SEEDS} passed"
 
