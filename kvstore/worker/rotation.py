@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvstore.errors import InvalidArgument
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"})  # every layer rotates, all alike, by apply_rotary_pos_emb
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # every layer rotates, all alike, by apply_rotary_pos_emb
 _LIKE = 1e-4  # of numbers around 1: how closely two rotations must agree in fp32, at positions up to some hundreds
 
 

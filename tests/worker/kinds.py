@@ -66,6 +66,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {}),
     "minicpm3": ("MiniCPM3Config", _RANKED),
     "ministral": ("MinistralConfig", _MIXED),
+    "mistral-full": ("MistralConfig", _WIDE | {"sliding_window": None}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "olmo3": ("Olmo3Config", _MIXED),
     "phi": ("PhiConfig", {}),
