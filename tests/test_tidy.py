@@ -25,10 +25,10 @@ MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck"),
     "kernels": ("tiers", "worker", "clients", "bench", "testing"),
-    "native": ("hashing", "cache", "daemon", "tiers", "kernels", "bench"),
+    "native": ("hashing", "cache", "daemon", "tiers", "kernels", "bench"),  # hashing: a prompt's chain is on the way of each lookup
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
-    "worker": ("cli",),
+    "worker": ("cli", "bench"),
     "replay": ("cli",),
     "bench": ("cli",),
     "testing": ("bench",),
@@ -40,7 +40,7 @@ LIGHT = ("daemon", "cache", *FOUNDATION)  # what never imports them, not even in
 EDGES = ("clients", "tiers", "kernels", "cli")
 # What is imported by users, by name at run time, or run as a script, rather than by another module.
 ENTRY_POINTS = (
-    r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore\.bench\.peers\.drive\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
+    r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore\.bench\.(peers|load)\.drive\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
     r"|kvstore\.clients\.(client|aio|vllm|sglang|transformers)|kvstore\.kernels\.(decode|copying|writing|host|cuda|cpu)"
     r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)|kvstore\.worker\.streaming"
 )
