@@ -7,7 +7,7 @@ from typing import Any, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.worker.model import LoadedModel
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are no text, or not yet
@@ -23,18 +23,24 @@ class Texts:
         self.vocabulary = int(loaded.model.config.vocab_size)
         self.ending = loaded.eos
         self._given = loaded.tokenizer
+        self._most_letters = 0
         if self._given is not None:
+            self._most_letters = self.max_tokens * max(map(len, self._given.get_vocab()), default=1)
             self._given.encode("")  # sets truncation and padding, once: later calls of other threads then change nothing
         self.piece = functools.lru_cache(maxsize=_PIECES)(self._piece)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands, with what the model puts before every text. Raises InvalidArgument."""
-        return [int(token) for token in self._tokenizer.encode(_whole(text))]
+        """Token ids of a text as it stands, with what the model puts before every text.
+
+        Raises InvalidArgument, and LimitExceeded for a text that is so long that the model cannot take it whatever its tokens are.
+        """
+        return [int(token) for token in self._tokenizer.encode(self._checked(text))]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation in the model's own template, up to where the next answer begins.
 
-        messages  {"role", "content"} with content a text. Raises InvalidArgument where there is no template, or it refuses them.
+        messages  {"role", "content"} with content a text. Raises InvalidArgument where there is no template, or it refuses them;
+        LimitExceeded as `encode`.
         """
         tokenizer = cast(Any, self._tokenizer)
         if not tokenizer.chat_template:
@@ -43,7 +49,7 @@ class Texts:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidArgument(f"model {self.name}'s chat template does not take these messages: {error}") from error
-        return [int(token) for token in tokenizer.encode(_whole(text), add_special_tokens=False)]
+        return [int(token) for token in tokenizer.encode(self._checked(text), add_special_tokens=False)]
 
     def decoder(self, skip_special: bool = True) -> Callable[[Sequence[int]], str]:
         """The function that turns tokens into text, with or without special tokens. Without a tokenizer texts are empty."""
@@ -68,20 +74,21 @@ class Texts:
         bytes_of = _byte_letters()
         return bytes(bytes_of[letter] for letter in piece) if all(letter in bytes_of for letter in piece) else text.encode()
 
+    def _checked(self, text: str) -> str:
+        """The text, where it can be one in UTF-8, and is worth the seconds that a tokenizer takes for a megabyte."""
+        if len(text) > self._most_letters > 0:
+            raise LimitExceeded(f"the text has {len(text)} letters, the model takes {self.max_tokens} tokens; shorten it")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(f"the text has half of a surrogate pair at {error.start}; send whole characters") from error
+        return text
+
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self._given is None:
             raise InvalidArgument(f"model {self.name} has no tokenizer in its folder; give token ids to /v1/completions")
         return self._given
-
-
-def _whole(text: str) -> str:
-    """The text, where it can be one in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"the text has half of a surrogate pair at {error.start}; send whole characters") from error
-    return text
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore.errors import InvalidArgument
+from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.worker.http.asking import Asked, Prompt
 from kvstore.worker.http.faults import BadField, NoSuchModel, TooLong
 from kvstore.worker.requests import Request
@@ -53,6 +53,8 @@ def _blaming(param: str) -> Iterator[None]:
         yield
     except InvalidArgument as error:
         raise BadField(param, f"{param}: {error}") from error
+    except LimitExceeded as error:
+        raise TooLong(param, f"{param}: {error}") from error
 
 
 def _request(asked: Asked, tokens: Sequence[int], texts: Texts, param: str) -> Request:

@@ -197,7 +197,7 @@ def test_an_answer_as_long_as_the_model_takes_is_the_most(smol_texts: Texts) -> 
     prompt = [5] * 8000
     (made,) = prepare(asking.completion(COMPLETION | {"prompt": prompt, "max_tokens": 192}), smol_texts, "m")
     assert made.request.max_tokens == 192
-    for wrong in ({"prompt": prompt, "max_tokens": 193}, {"prompt": [5] * 8192}, {"prompt": "word " * 9000}):
+    for wrong in ({"prompt": prompt, "max_tokens": 193}, {"prompt": [5] * 8192}, {"prompt": "word " * 9000}, {"prompt": "x" * 4_000_000}):
         with pytest.raises(TooLong) as refused:
             prepare(asking.completion(COMPLETION | wrong), smol_texts, "m")
         assert body_of(refused.value)["error"]["code"] == "context_length_exceeded"
