@@ -126,6 +126,16 @@ class Child:
             with client.get(namespace, tokens=[*prompt, 0], identity=identity) as lease:
                 return [hashlib.sha256(view.tobytes()).hexdigest() for view in lease.views]
 
+    def hear(self, chunks: int) -> Answer:
+        """Wait until the tier of an offloading engine has heard of at least so many chunks in the store; of none, where none are wanted."""
+        tier = self.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+        deadline_at = time.monotonic() + 30
+        while len(tier._presence) < chunks or (chunks == 0 and len(tier._presence)):
+            if time.monotonic() > deadline_at:
+                raise TimeoutError(f"heard of {len(tier._presence)} chunks")
+            time.sleep(0.05)
+        return None
+
     def facts(self) -> Answer:
         """How the worker's blocks are made up."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -1,0 +1,64 @@
+"""Which blocks of a namespace a store has, kept up to date by its notices, so that asking takes no call. Any tier counts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from kvstore import errors
+from kvstore.clients.client import KVClient
+from kvstore.clients.handles import Namespace, Watched
+from kvstore.hashing import HASH_BYTES
+
+RETRY_S = 1.0  # seconds between attempts to listen to a daemon that is away
+
+
+class Presence:
+    """About 100 bytes a block. Nothing is there until the first snapshot has come, and while the daemon is away."""
+
+    def __init__(self, client: KVClient, namespace: Callable[[], Namespace]) -> None:
+        """namespace   opens it; called by the listening thread, again after each interruption"""
+        self._client, self._namespace = client, namespace
+        self._tiers: dict[bytes, frozenset[str]] = {}  # replaced whole where it is emptied; reading takes no lock
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="kvstore-presence", daemon=True)
+        self._thread.start()
+
+    def has(self, block: bytes) -> bool:
+        """Whether some tier has the block, as far as is known."""
+        return block in self._tiers
+
+    def __len__(self) -> int:
+        return len(self._tiers)
+
+    def stop(self) -> None:
+        """Believe nothing more, and end the thread once the client is closed or the store says something."""
+        self._stopped.set()
+        self._tiers = {}
+
+    def _listen(self) -> None:
+        while not self._stopped.is_set():
+            with contextlib.suppress(
+                errors.KVStoreError, ValueError
+            ):  # the daemon is away, or we are slow; a closed channel is a ValueError
+                for event in self._client.watch(self._namespace()):
+                    if self._stopped.is_set():
+                        break
+                    self._hear(event)
+            self._tiers = {}
+            self._stopped.wait(RETRY_S)
+
+    def _hear(self, event: Watched) -> None:
+        tiers = self._tiers
+        if event.kind == "cleared":
+            self._tiers = {}
+            return
+        for start in range(0, len(event.hashes), HASH_BYTES):
+            block = event.hashes[start : start + HASH_BYTES]
+            known = tiers.get(block, frozenset())
+            now = known - {event.tier} if event.kind == "removed" else known | {event.tier}
+            if now:
+                tiers[block] = now
+            else:
+                tiers.pop(block, None)
