@@ -17,7 +17,7 @@ from kvstore.worker.http.server import Ending, Server
 from kvstore.worker.requests import Choice, Ended, Finish, Listener, Made, Request, Started
 from kvstore.worker.texts import Texts
 
-WAIT_S = 30.0  # for what must come; a busy machine takes its time
+WAIT_S = 60.0  # for what must come; a busy machine takes its time
 
 
 @dataclass
