@@ -12,9 +12,12 @@ from kvstore.errors import InvalidArgument
 from kvstore.hashing import Identity, usable_blocks
 from kvstore.model_config import position_facts
 from kvstore.worker import attention
+from kvstore.worker.engine import Engine
 from kvstore.worker.kinds import reason_of_trial
 from kvstore.worker.model import LoadedModel, prepare
 from kvstore.worker.paged import PagedCache
+from kvstore.worker.plain import generate_plain
+from kvstore.worker.requests import Request
 from tests.worker.kinds import FAMILIES, KINDS, SMALL, WINDOW, WINDOWED, expected, load
 from tests.worker.steps import forward, greedy, start
 from tests.worker.stores import BLOCK_TOKENS, prompt, small_store
@@ -44,6 +47,21 @@ def test_cold_and_warm_are_what_generate_makes(kind: str) -> None:
     warm.close()
     assert greedy(loaded, cache, [prompt(LONG)], TOKENS) == [wanted]
     cache.close()
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if not name.startswith("deepseek")])
+def test_through_the_engine_warm_logits_are_plain_ones_to_the_last_bit(kind: str) -> None:
+    loaded = load(kind)
+    engine = Engine(loaded, small_store(loaded, 128))
+    requests = [Request(prompt(LONG), 4)]
+    assert engine.generate(requests)[0].hit_tokens == 0
+    warm = engine.generate(requests)[0]
+    plain = generate_plain(loaded, prompt(LONG), 4, split=warm.hit_tokens)
+    assert warm.hit_tokens == usable_blocks(LONG, BLOCK_TOKENS) * BLOCK_TOKENS
+    assert warm.first_logits is not None
+    assert torch.equal(warm.first_logits, plain.first_logits)
+    assert warm.tokens == plain.tokens
+    engine.close()
 
 
 @pytest.mark.parametrize("chunk", [5, 50])

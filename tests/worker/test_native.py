@@ -9,10 +9,11 @@ import torch
 import transformers
 
 from kvstore.kernels.cpu import available
-from kvstore.worker.model import LoadedModel
+from kvstore.worker.model import LoadedModel, load_model
 from kvstore.worker.native import Native, native_for
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.rows import RowLayout
+from kvstore.worker.standalone import StandaloneStore
 from tests.worker.kinds import KINDS, WINDOW, expected, load
 from tests.worker.steps import forward, greedy, start
 from tests.worker.stores import prompt, small_store
@@ -90,3 +91,12 @@ def test_a_type_that_the_kernels_do_not_have_is_left_to_torch() -> None:
     assert native_for(RowLayout(geometry)) is not None
     double = type(geometry).from_hf_config(config.to_dict(), "float64", 8)
     assert native_for(RowLayout(double)) is None
+
+
+def test_the_real_model_on_real_text_makes_generate_s_tokens() -> None:
+    loaded = load_model(dtype=torch.float32)
+    text = "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down what the sea had brought. One night"
+    prompts = [loaded.encode(text * 3), loaded.encode(text)]
+    cache = PagedCache(StandaloneStore(loaded.identity, loaded.geometry(), 64 << 20), native=True)
+    assert greedy(loaded, cache, prompts, 12, chunk=64) == [expected(loaded, tokens, 12) for tokens in prompts]
+    cache.close()
