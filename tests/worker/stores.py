@@ -93,9 +93,9 @@ class Watched:
         return self.arena[unit * 4096 :][: self.geometry.block_bytes].tobytes()
 
 
-def small_store(loaded: LoadedModel, blocks: int = 64) -> Watched:
+def small_store(loaded: LoadedModel, blocks: int = 64, block_tokens: int = BLOCK_TOKENS) -> Watched:
     """Room for so many of a model's blocks."""
-    geometry = loaded.geometry(BLOCK_TOKENS)
+    geometry = loaded.geometry(block_tokens)
     return Watched(StandaloneStore(loaded.identity, geometry, blocks * geometry.slot_bytes))
 
 
