@@ -71,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     parser.add_argument("--heads", nargs=3, type=int, default=(9, 3, 64), metavar=("Q", "KV", "DIM"), help="default 9 3 64: SmolLM2-135M")
+    parser.add_argument(
+        "--shape", nargs=2, type=int, action="append", metavar=("BATCH", "CONTEXT"), help="only this one; may be given several times"
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N", help="how many threads each gets (default 1 and 2)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"passes of each (default {ROUNDS})")
 
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0. Raises ConfigError where the kernel cannot be used."""
     if available():
         raise ConfigError(f"the CPU kernels cannot be used: {available()}")
-    shapes = [Shape(batch, context, *args.heads) for batch, context in SHAPES]
+    shapes = [Shape(batch, context // BLOCK_TOKENS * BLOCK_TOKENS, *args.heads) for batch, context in args.shape or SHAPES]
     figures = report(shapes, args.threads, args.rounds)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
