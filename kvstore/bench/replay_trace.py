@@ -28,11 +28,12 @@ EXCERPT = Path(__file__).with_name("replay_excerpt.jsonl")  # what is replayed w
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `blocks` are numbers from 0 up, dense over the trace."""
+    """One prompt. `blocks` are numbers from 0 up, dense over the trace; `output_tokens` those of the answer, 0 where the trace has none."""
 
     at_s: float
     input_tokens: int
     blocks: NDArray[np.int64]
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def read_trace(path: Path, limit: int = 0) -> Trace:
         raise InvalidArgument(f"{path}: no text ({error.reason}); name a trace in Mooncake's JSON-lines format") from error
 
 
-def _checked(path: Path, lines: Iterable[str]) -> Iterator[tuple[float, int, list[int]]]:
+def _checked(path: Path, lines: Iterable[str]) -> Iterator[tuple[float, int, list[int], int]]:
     for number, line in enumerate(lines, 1):
         if number == 1 and line.lstrip("\ufeff").startswith(AZURE_HEADER):
             raise InvalidArgument(
@@ -97,24 +98,26 @@ def _checked(path: Path, lines: Iterable[str]) -> Iterator[tuple[float, int, lis
             yield _request(f"{path}:{number}", line)
 
 
-def _request(where: str, line: str) -> tuple[float, int, list[int]]:
+def _request(where: str, line: str) -> tuple[float, int, list[int], int]:
     try:
         fields: Mapping[str, Any] = json.loads(line)
         at_ms, tokens, ids = fields["timestamp"], fields["input_length"], fields["hash_ids"]
-    except (ValueError, KeyError, TypeError) as error:
+        answer = fields.get("output_length", 0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{where}: {error!r}; each line has timestamp, input_length and hash_ids, as JSON") from error
     numbers = isinstance(at_ms, (int, float)) and type(tokens) is int and isinstance(ids, list)
     if not numbers or any(type(each) is not int for each in ids):
         raise InvalidArgument(f"{where}: timestamp and input_length are numbers and hash_ids is a list of numbers")
     if len(ids) != -(-tokens // BLOCK_TOKENS) or len(set(ids)) != len(ids):
         raise InvalidArgument(f"{where}: {len(ids)} hash_ids for {tokens} tokens; give one for each {BLOCK_TOKENS}, none of them twice")
-    return at_ms / 1000, tokens, ids
+    return at_ms / 1000, tokens, ids, answer if type(answer) is int else 0
 
 
-def _numbered(lines: Iterable[tuple[float, int, list[int]]]) -> tuple[tuple[Request, ...], int]:
+def _numbered(lines: Iterable[tuple[float, int, list[int], int]]) -> tuple[tuple[Request, ...], int]:
     """Requests in the order of their arrival, with dense block numbers."""
     numbers: dict[int, int] = {}
     requests = [
-        Request(at_s, tokens, np.array([numbers.setdefault(each, len(numbers)) for each in ids], np.int64)) for at_s, tokens, ids in lines
+        Request(at_s, tokens, np.array([numbers.setdefault(each, len(numbers)) for each in ids], np.int64), answer)
+        for at_s, tokens, ids, answer in lines
     ]
     return tuple(sorted(requests, key=lambda request: request.at_s)), len(numbers)

@@ -12,6 +12,7 @@ BENCHES = {
     "decode": "the CPU's decode attention in place, beside torch on contiguous and on gathered K and V",
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "scale": "memory and time a block as the index grows to ten million, and the start from disk",
+    "load": "the worker's engine under arriving requests, beside transformers' batching and vLLM, on the same ones",
     "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",
     "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
 }
