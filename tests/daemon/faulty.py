@@ -34,7 +34,7 @@ class FaultyDaemon(DaemonProcess):
         self.environment = {FAULTS_VARIABLE: str(self._faults), CONSTANTS_VARIABLE: constants, "PYTHONPATH": str(ROOT)}
 
     def fault(self, what: str, *calls: str) -> None:
-        """From now on these calls fail with this error (`EIO`, ...), or are `stuck` until `heal`."""
+        """From now on these calls fail with this error (`EIO`, ...), are `stuck` until `heal`, or take longer (`slow 5`: seconds)."""
         for call in calls:
             made = self._faults / f"{call}.new"
             made.write_text(what)
@@ -66,7 +66,9 @@ def _failing(real: Callable[..., Any], kind: str, faults: Path) -> Callable[...,
         if name in ("data", "records", "probe"):
             while (what := _told(faults / kind)) == "stuck":
                 time.sleep(POLL_S)
-            if what:
+            if what.startswith("slow "):
+                time.sleep(float(what.split()[1]))
+            elif what:
                 raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)))
         return real(fd, *arguments)
 
