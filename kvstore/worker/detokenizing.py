@@ -6,6 +6,7 @@ REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no text, or not y
 CONTEXT_TOKENS = 6  # tokens before a new one that its text may depend on: a space at the start of a text is often left out
 WINDOW_TOKENS = 24  # tokens decoded at once before the older ones are let go: decoding them takes some microseconds
 _MOST_WINDOW_TOKENS = 96  # tokens: past it the older ones go even in the middle of bytes that are no text
+_MOST_BYTES = 4  # bytes of a character: it begins at most so many tokens before its last
 _SPLIT_TOKENS = 8  # tokens a character may be spread over; what is not whole by then is no character
 
 
@@ -18,7 +19,7 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(context[-CONTEXT_TOKENS:])
+        self._window = self._context(context)
         self._shown = self._whole(self._decode(self._window))  # the text of the window that is out
         self._waiting_tokens = 0
 
@@ -48,6 +49,13 @@ class Detokenizer:
         text = self._decode(kept)
         if REPLACEMENT not in text or (held <= 1 and len(self._window) >= _MOST_WINDOW_TOKENS):
             self._window, self._shown = kept, text[: len(text) - held]
+
+    def _context(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens before the first, from where a character begins: its later bytes alone would be no text."""
+        begin = max(len(tokens) - CONTEXT_TOKENS, 0)
+        places = range(begin, max(begin - _MOST_BYTES, -1), -1)
+        whole = (at for at in places if not self._decode(tokens[at:]).startswith(REPLACEMENT))
+        return list(tokens[next(whole, begin) :])
 
     @staticmethod
     def _whole(text: str) -> str:

@@ -10,6 +10,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.worker.detokenizing import _SPLIT_TOKENS, Detokenizer, Stops
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.texts import Texts
+from tests.worker.unhurried import unhurried
 
 TEXT = "Grüße, 你好 and 🎉🎊! — naïve «ﬁn» \n\t 日本語テキスト 👨‍👩‍👧‍👦 end"
 
@@ -19,18 +20,21 @@ def bytes_as_text(tokens: object) -> str:
     return bytes(tokens).decode(errors="replace")  # type: ignore[call-overload, no-any-return]
 
 
-@given(st.text(max_size=80), st.integers(0, 10))
+@unhurried
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=80), st.integers(0, 10))
 @example(TEXT, 3)
+@example("00𐀀𐀀", 9)
 def test_no_character_comes_out_broken(text: str, context: int) -> None:
-    encoded = text.encode(errors="ignore")
-    before = bytes_as_text(encoded[:context])
+    """Wherever the prompt ends, also in the middle of a character."""
+    encoded = text.encode()
     detokenizer = Detokenizer(bytes_as_text, encoded[:context])
     pieces = [detokenizer.add(token) for token in encoded[context:]]
-    whole = text.encode(errors="ignore").decode()
-    assert all("\ufffd" not in piece for piece in pieces if "\ufffd" not in whole)
-    assert before.rstrip("\ufffd") + "".join(pieces) + detokenizer.end() == whole
+    assert not any("\ufffd" in piece for piece in pieces)
+    before = bytes_as_text(encoded[:context]).rstrip("\ufffd")
+    assert before + "".join(pieces) + detokenizer.end() == text
 
 
+@unhurried
 @given(st.lists(st.sampled_from(["a", "é", "你", "🎉", "\ufffd"]).map(str.encode) | st.binary(max_size=12), max_size=60))
 @example([b"\xff" * 10, "你".encode(), b"\xff" * 200, "🎉".encode()])
 def test_bytes_that_are_no_text_are_not_lost(parts: list[bytes]) -> None:
@@ -48,6 +52,7 @@ def test_what_can_be_no_character_is_not_held_for_ever() -> None:
     assert any(detokenizer.add(0xFF) for _ in range(_SPLIT_TOKENS))
 
 
+@unhurried
 @given(st.text(alphabet=TEXT, max_size=60))
 @example(TEXT * 3)
 def test_a_real_tokenizer_s_text_comes_back(smol_texts: Texts, text: str) -> None:
@@ -75,6 +80,7 @@ def test_special_tokens_show_where_they_are_asked_for(smol_texts: Texts) -> None
 strings = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
+@unhurried
 @given(st.lists(st.text(alphabet="abc", max_size=5), max_size=12), st.lists(strings, min_size=1, max_size=4))
 @example(["ab", "c"], ["abc", "b"])
 @example(["aa", "ab"], ["aab"])
@@ -90,6 +96,7 @@ def test_a_stop_string_never_shows_however_the_text_is_cut(pieces: list[str], st
     assert cut.found == bool(ends)
 
 
+@unhurried
 @given(st.lists(st.text(alphabet="abc", max_size=5), max_size=12), strings)
 def test_only_what_may_be_a_stop_string_is_held(pieces: list[str], stop: str) -> None:
     cut, seen, out = Stops([stop]), "", ""

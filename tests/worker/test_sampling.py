@@ -15,6 +15,7 @@ from torch import Tensor
 from kvstore.errors import InternalFault, InvalidArgument
 from kvstore.worker.requests import Choice, Sampling
 from kvstore.worker.sampling import _HEAD_TOKENS, Sampler, _kept, check, choose_all
+from tests.worker.unhurried import unhurried
 
 DRAWS = 4000
 WARM = Sampling(temperature=1.0, seed=7)
@@ -37,6 +38,7 @@ def chi_square(tokens: list[int], shares: Tensor) -> float:
     return float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
 
 
+@unhurried
 @given(logits_rows)
 def test_without_temperature_the_likeliest_is_chosen(row: Tensor) -> None:
     assert row[Sampler(Sampling(), 0).choose(row, []).token] == row.max()
@@ -63,6 +65,7 @@ def test_the_filters_act_one_after_the_other() -> None:
     assert set(drawn(replace(WARM, top_k=3, top_p=0.75), row)) == {0, 1}
 
 
+@unhurried
 @given(logits_rows, st.floats(0, 1), st.integers(0, 50), st.floats(0, 1), st.floats(0.1, 2))
 def test_what_is_kept_is_what_the_filters_say(row: Tensor, top_p: float, top_k: int, min_p: float, temperature: float) -> None:
     weights, tokens = _kept(row, Sampling(temperature=temperature, top_p=top_p, top_k=top_k))

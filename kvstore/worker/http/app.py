@@ -17,7 +17,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvstore.errors import DeadlineExceeded, InternalFault, KVStoreError, NotFound, PermissionDenied, ResourceExhausted, Unavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    InternalFault,
+    KVStoreError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    SessionEnded,
+    Unavailable,
+)
 from kvstore.worker.answering import Wanted
 from kvstore.worker.http import asking, faults, metrics
 from kvstore.worker.http.asking import Asked
@@ -54,6 +63,7 @@ class App:
         self._calls: set[Call] = set()
         self._open = 0
         self._began_at = int(time.time())
+        self._engine_ended = False
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -82,42 +92,47 @@ class App:
         """A handler that is counted, for whoever has the key, and whose faults are answered."""
 
         async def guarded(request: Request) -> Response:
-            began_at = time.perf_counter()
-            path = request.scope["route"].path
-            self._metrics.began()
-            self._open += 1
-            self.idle.clear()
-
-            def ended(status: int) -> None:
-                self._open -= 1
-                if not self._open:
-                    self.idle.set()
-                self._metrics.ended(path, status, time.perf_counter() - began_at)
-
-            request.state.began_at = began_at
-            status = CLIENT_LEFT
-            response: Response | None = None
+            request.state.began_at = time.perf_counter()
+            ended = self._began(request)
             try:
-                self._admit(request)
-                response = await handler(request)
-                status = response.status_code
-            except ClientDisconnect:
-                response = Response(status_code=CLIENT_LEFT)
-            except KVStoreError as error:
-                response = _refused(error)
-                status = response.status_code
-            except Exception as error:  # a fault of ours: its text is for the log, not for a client
-                log.exception("request to %s failed", path)
-                response = _refused(InternalFault(f"the server failed ({type(error).__name__}); its log says why"))
-                status = response.status_code
-            finally:
-                if isinstance(response, Stream):
-                    response.ended = ended
-                else:
-                    ended(status)
+                response = await self._answered(handler, request)
+            except BaseException:  # the server gives up the request
+                ended(CLIENT_LEFT)
+                raise
+            if isinstance(response, Stream):
+                response.ended = ended
+            else:
+                ended(response.status_code)
             return response
 
         return guarded
+
+    def _began(self, request: Request) -> Callable[[int], None]:
+        """Count a request as under way; what is returned is to be called with its status when it is over."""
+        path = request.scope["route"].path
+        self._metrics.began()
+        self._open += 1
+        self.idle.clear()
+
+        def ended(status: int) -> None:
+            self._open -= 1
+            if not self._open:
+                self.idle.set()
+            self._metrics.ended(path, status, time.perf_counter() - request.state.began_at)
+
+        return ended
+
+    async def _answered(self, handler: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+        try:
+            self._admit(request)
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        except KVStoreError as error:
+            return _refused(error)
+        except Exception as error:  # a fault of ours: its text is for the log, not for a client
+            log.exception("request to %s failed", request.url.path)
+            return _refused(InternalFault(f"the server failed ({type(error).__name__}); its log says why"))
 
     def _admit(self, request: Request) -> None:
         key = self._settings.api_key
@@ -146,7 +161,11 @@ class App:
         wanted = Wanted(asked.stop, asked.skip_special, asked.sampling.logprobs >= 0)
         call = Call(prepared, wanted, self._texts, self._metrics, request.state.began_at)
         shapes = Shapes(asked, self._texts, self._settings.name)
-        call.submit(self._serving, self._inbox)
+        try:
+            call.submit(self._serving, self._inbox)
+        except SessionEnded:
+            self._engine_ended = True
+            raise
         self._calls.add(call)
         stream = Stream(asked, call, shapes, self._over) if asked.stream else None
         handed_on = False
@@ -214,7 +233,8 @@ class App:
         }
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ending" if self.draining else "ok"}, 503 if self.draining else 200)
+        status = "ending" if self.draining else "the engine has ended" if self._engine_ended else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=metrics.CONTENT_TYPE)

@@ -12,6 +12,7 @@ from kvstore.errors import InternalFault, Unavailable
 from kvstore.worker.answering import Answer, Delta, Reason, Wanted
 from kvstore.worker.requests import Choice, Ended, Finish, Made, Started
 from kvstore.worker.texts import Texts
+from tests.worker.unhurried import unhurried
 
 
 def answer(texts: Texts, prompt: str = "Say:", branches: int = 1, wanted: Wanted | None = None) -> Answer:
@@ -25,6 +26,7 @@ def tell(answered: Answer, texts: Texts, text: str, branch: int = 0) -> list[Del
     return [delta for delta in deltas if delta is not None]
 
 
+@unhurried
 @given(st.text(alphabet="ab STOP你🎉\n", max_size=30), st.sampled_from([Finish.EOS, Finish.LENGTH]))
 def test_text_and_told_tokens_fit_together(smol_texts: Texts, text: str, finish: Finish) -> None:
     answered = answer(smol_texts, wanted=Wanted(stop=["STOP", "\n\n"], logprobs=True))

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvstore.errors import InternalFault, LimitExceeded, ResourceExhausted, SessionEnded
+from kvstore.errors import InternalFault, LimitExceeded, ResourceExhausted, SessionEnded, Unavailable
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending
 from kvstore.worker.requests import Finish
@@ -127,7 +127,7 @@ def test_logprobs_come_in_both_shapes(scripted: Running, client: Any, asking: Th
     [
         (ResourceExhausted("256 requests wait"), openai.RateLimitError, 429),
         (LimitExceeded("too long"), openai.BadRequestError, 400),
-        (SessionEnded("stopping"), openai.InternalServerError, 503),
+        (Unavailable("stopping"), openai.InternalServerError, 503),
         (ZeroDivisionError("secret"), openai.InternalServerError, 500),
     ],
 )
@@ -154,6 +154,13 @@ def test_of_several_prompts_all_are_taken_or_none(scripted: Running, client: Any
     with pytest.raises(openai.RateLimitError):
         client.completions.create(model=MODEL, prompt=["a", "b"])
     assert engine.next().cancels.get(timeout=WAIT_S) is None
+
+
+def test_a_server_whose_engine_has_ended_is_not_healthy(own: Running) -> None:
+    assert raw(own, "GET", "/health")[0] == 200
+    own.engine.refusal = SessionEnded("this worker is stopping")
+    assert raw(own, "POST", "/v1/completions", json.dumps(PROMPT).encode())[0] == 503
+    assert raw(own, "GET", "/health")[0] == 503
 
 
 def test_a_fault_before_the_first_token_has_a_status(scripted: Running, client: Any, asking: ThreadPoolExecutor) -> None:

@@ -18,6 +18,7 @@ from kvstore.worker.http.fields import parse
 from kvstore.worker.http.prompts import prepare
 from kvstore.worker.requests import Sampling
 from kvstore.worker.texts import Texts
+from tests.worker.unhurried import unhurried
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
@@ -166,6 +167,7 @@ json_values = st.recursive(
 names = st.text() | st.sampled_from([*dict(FOR_BOTH), *dict(FOR_COMPLETIONS), *dict(FOR_CHATS), "user", "audio", "logprobs"])
 
 
+@unhurried
 @given(st.dictionaries(names, json_values, max_size=4), st.booleans())
 def test_whatever_comes_is_taken_or_refused_with_a_reason(body: dict[str, Any], chat: bool) -> None:
     """Any JSON under the known names: no other kind of exception leaves the reader, and every error can be sent."""
