@@ -120,10 +120,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def drain_jobs(self) -> None:
         """Wait for all copies. vLLM resets its caches then: weights may have changed, so nothing from before is found any more."""
-        wait(self._running)
+        self.drain_copies()
         self._generation = uuid.uuid4().hex
         self._presence.stop()
         self._presence = self._listen()
+
+    def drain_copies(self) -> None:
+        """Wait for all copies."""
+        wait(set(self._running))
 
     def shutdown(self) -> None:
         """End the threads and the session; what has not begun is not done."""

@@ -46,6 +46,13 @@ def test_chunks_of_a_hybrid_model_that_one_engine_offloaded_another_one_loads(tm
 
             two("hear", chunks=chunks)
             assert answer(0) == (HIT, True)
+            assert two("partial") == {
+                "stored": [True],
+                "loaded": [[False, [0, 1]]],
+                "right": [True, True, False, False],
+                "mine": ["HIT", "HIT", "MISS", "MISS"],  # what could not be loaded is not promised to that request again
+                "other": ["HIT", "HIT", "MISS", "HIT"],
+            }
             daemon.restart()
             two("hear", chunks=chunks)
             assert answer(1) == (HIT, True)

@@ -136,6 +136,37 @@ class Child:
             time.sleep(0.05)
         return None
 
+    def partial(self) -> Answer:
+        """Store chunks under keys of one's own, all but the third, and load all four; what came of it, and what is promised then.
+
+        In the last rows of the tier's memory, which the engine does not use so early.
+        """
+        import numpy as np
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        tier = self.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+        keys = [hashlib.sha256(bytes([number])).digest() + bytes(4) for number in range(4)]
+        end, mine, other = len(tier._chunks), ReqContext("mine"), ReqContext("other")
+        sources, targets = np.arange(end - 4, end), np.arange(end - 8, end - 4)
+        tier._chunks[sources] = np.random.default_rng(1).integers(0, 256, (4, tier.block_size_bytes), np.uint8)
+        tier._chunks[targets] = 0
+        kept = [0, 1, 3]
+        tier.submit_store(TransferJob(-1, [keys[at] for at in kept], sources[kept], False, mine))
+        tier.drain_copies()
+        stored = list(tier.get_finished_jobs())
+        self.hear(len(tier._presence) + 3 - sum(tier.lookup(key, other).name == "HIT" for key in keys))
+        tier.submit_load(TransferJob(-2, keys, targets, True, mine))
+        tier.drain_copies()
+        loaded = list(tier.get_finished_jobs())
+        return {
+            "stored": [result.success for result in stored],
+            "loaded": [[result.success, [keys.index(key) for key in result.successful_keys]] for result in loaded],
+            "right": [bool((tier._chunks[target] == tier._chunks[source]).all()) for source, target in zip(sources, targets, strict=True)],
+            "mine": [tier.lookup(key, mine).name for key in keys],
+            "other": [tier.lookup(key, other).name for key in keys],
+        }
+
     def facts(self) -> Answer:
         """How the worker's blocks are made up."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
