@@ -8,7 +8,7 @@ go through `scores`; those with latent attention through `latent`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -21,9 +21,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from kvstore.errors import InvalidArgument
 from kvstore.worker import latent
-from kvstore.worker.joint import JointWriter, alike
+from kvstore.worker.joint import JointReader, JointWriter, alike, groups_of
 from kvstore.worker.native import Native, NativeStep
-from kvstore.worker.rows import BlockTable, Gatherer, Scratch
+from kvstore.worker.rows import ArenaRows, BlockTable, Gatherer, Scratch
 from kvstore.worker.scores import softmax_by_hand
 
 NAME = "kvstore_paged"
@@ -137,6 +137,7 @@ class Step:
     _joint: JointWriter | None = field(init=False, default=None)
     _joint_at: Tensor | None = field(init=False, default=None)
     _apart: list[Span] | None = field(init=False, default=None)
+    _groups: dict[int | None, list[tuple[JointReader, list[Span]]]] = field(init=False, default_factory=dict)
 
     def kernels(self, q_heads: int) -> NativeStep | None:
         """The native calls of this step; None where torch does it all. Made once a step."""
@@ -166,6 +167,18 @@ class Step:
         tokens = slice(view.low - first, span.total - first)
         self.gather_s += time.perf_counter() - began_at
         return keys[:, tokens], values[:, tokens]
+
+    def groups(self, window: int | None) -> list[tuple[JointReader, list[Span]]]:
+        """Spans of a single new token that torch attends for together in layers of this window. Made once a step."""
+        found = self._groups.get(window)
+        if found is None:
+            rows = [span for span in self.spans if span.is_row and span.start]
+            arena = alike([(span.table, span.start) for span in rows])
+            layout = self.scratch.layout
+            some = groups_of(layout, rows, window) if arena is not None else []
+            found = [(JointReader(layout, cast(ArenaRows, arena), group, window), group) for group in some]
+            self._groups[window] = found
+        return found
 
     def _plan_writes(self) -> None:
         """Single new tokens are written together, where there are several and they are in one arena; the others span by span."""
@@ -215,19 +228,22 @@ def paged_attention(
         paged_step.scratch.layout.check(keys, values)
         kernels.write(layer.index, key, value)
     paged_step.write_s += time.perf_counter() - began_at
-    parts: list[tuple[Span, Tensor]] = []
+    parts = _in_groups(layer, paged_step, query[0]) if kernels is None else _by_kernels(layer, kernels, query[0])
+    done = {id(span) for _, _, some in parts for span in some}
     for span in paged_step.spans:
-        if kernels is None or not span.is_row:
+        if id(span) not in done:
             new = query[:, :, span.tokens]
-            parts.append((span, _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))))
-    if kernels is None or not kernels.rows:
-        return (parts[0][1] if len(parts) == 1 else torch.cat([out for _, out in parts], dim=1)), None
-    found = _decode(layer, kernels, query[0])
-    out = found.new_empty((1, query.shape[2], *found.shape[1:]))
-    kernels.put(out, found)
-    for span, part in parts:
-        out[:, span.tokens] = part
-    return out, None
+            out = _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))
+            if len(paged_step.spans) == 1:
+                return out, None
+            parts.append((span.tokens, out[0], [span]))
+    whole = parts[0][1].new_empty((1, query.shape[2], *parts[0][1].shape[1:]))
+    for where, part, _ in parts:
+        whole[0, where] = part
+    return whole, None
+
+
+Parts = list[tuple[slice | Tensor, Tensor, Sequence[Span]]]  # where in the step, [token, q_heads, value dim], whose
 
 
 def _kept(layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,13 +266,27 @@ def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tenso
     return out
 
 
-def _decode(layer: Layer, kernels: NativeStep, query: Tensor) -> Tensor:
-    """Attention of the single new tokens by the kernels: [row, q_heads, value dim]."""
+def _by_kernels(layer: Layer, kernels: NativeStep, query: Tensor) -> Parts:
+    """Attention of the single new tokens by the kernels: query [q_heads, token, dim] of the whole step."""
+    if not kernels.rows:
+        return []
     rows = kernels.queries(query)
     if layer.is_latent:
-        latents = kernels.decode(layer.index, latent.absorb(layer.module, rows), layer.scaling, layer.window, layer.softcap, layer.sinks)
-        return latent.bring_out(layer.module, latents.transpose(0, 1))
-    return kernels.decode(layer.index, rows, layer.scaling, layer.window, layer.softcap, layer.sinks)
+        rows = latent.absorb(layer.module, rows)
+    out = kernels.decode(layer.index, rows, layer.scaling, layer.window, layer.softcap, layer.sinks)
+    if layer.is_latent:
+        out = latent.bring_out(layer.module, out.transpose(0, 1))
+    return [(kernels.at, out, cast(Sequence[Span], kernels.rows))]
+
+
+def _in_groups(layer: Layer, step: Step, query: Tensor) -> Parts:
+    """As `_by_kernels`, by torch, for as many as are alike; none where the layer asks for what SDPA does not do."""
+    if layer.is_latent or layer.softcap is not None or layer.sinks is not None:
+        return []
+    return [
+        (reader.at, reader.attend(layer.index, query.index_select(1, reader.at), layer.scaling), group)
+        for reader, group in step.groups(layer.window)
+    ]
 
 
 def _window(mask: Reach | Tensor | None, asked: int | None) -> int | None:

@@ -49,6 +49,7 @@ class NativeStep:
     """One step's calls: which slots its rows attend to, and where its new tokens go, is worked out once for all layers.
 
     parts   every part of the step, in its order    rows    those of a single new token that attend through the kernel
+    at      [row] where the rows are in the step
     """
 
     def __init__(self, kernel: CpuAttention, parts: Sequence[Part], rows: Sequence[Part]) -> None:
@@ -57,7 +58,7 @@ class NativeStep:
         self._writing = kernel.writing(*_targets(parts), batch=1)
         self._reading = kernel.reading([row.table.slots for row in rows], [row.start + 1 for row in rows]) if rows else None
         places = [row.at for row in rows]
-        self._index = torch.tensor(places)
+        self.at = torch.tensor(places)
         self._is_run = bool(places) and places == list(range(places[0], places[0] + len(places)))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -82,11 +83,7 @@ class NativeStep:
         """The rows' queries of a step's [q_heads, token, dim]: [q_heads, row, dim], without a copy where they are next to each other."""
         if self._is_run:
             return query[:, self.rows[0].at : self.rows[0].at + len(self.rows)]
-        return query.index_select(1, self._index)
-
-    def put(self, out: Tensor, found: Tensor) -> None:
-        """Put the rows' results [row, q_heads, dim] where they belong in the step's [1, token, q_heads, dim]."""
-        out[0, self._index] = found
+        return query.index_select(1, self.at)
 
 
 def _targets(parts: Sequence[Part]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:

@@ -49,8 +49,8 @@ class RowLayout:
         self.layer_rows = self.heads * (self._key_rows + self._value_rows)
         heads = torch.arange(self.heads)[:, None]
         # Of each head's keys, of each head's values: the rows from a layer's start, [head, rows].
-        self._key_at = heads * self._key_rows + torch.arange(self._key_rows)
-        self._value_at = self.heads * self._key_rows + heads * self._value_rows + torch.arange(self._value_rows)
+        self.key_at = heads * self._key_rows + torch.arange(self._key_rows)
+        self.value_at = self.heads * self._key_rows + heads * self._value_rows + torch.arange(self._value_rows)
 
     def check(self, keys: Tensor, values: Tensor) -> None:
         """Raise GeometryError unless keys and values are [head, token, dim] with this layout's heads and dimensions."""
@@ -63,11 +63,11 @@ class RowLayout:
 
     def key_rows(self, starts: Tensor) -> Tensor:
         """[head × block × rows of a head's keys] in layer 0, for the first rows `starts` [block] of slots."""
-        return (self._key_at[:, None, :] + starts[None, :, None]).flatten()
+        return (self.key_at[:, None, :] + starts[None, :, None]).flatten()
 
     def value_rows(self, starts: Tensor) -> Tensor:
         """As `key_rows`, for the values."""
-        return (self._value_at[:, None, :] + starts[None, :, None]).flatten()
+        return (self.value_at[:, None, :] + starts[None, :, None]).flatten()
 
     def split(self, rows: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
         """Gathered rows as keys [head, token, key_dim] and values [head, token, value_dim]; both are views."""
