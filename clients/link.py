@@ -7,9 +7,10 @@ sends what is queued, as few batches as it keeps up with. `close` or the stream'
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -50,6 +51,35 @@ def ended_error(session: Session, error: errors.KVStoreError) -> errors.KVStoreE
     return errors.SessionEnded(f"session {session.id} is over ({error}); its leases are gone, make new ones")
 
 
+class _Answers:
+    """The answers to operations that somebody waits for together: one future for all, since one for each costs more than the answer."""
+
+    def __init__(self, count: int) -> None:
+        self.all: Future[list[Answer]] = Future()
+        self.places = [_Place(self, place) for place in range(count)]
+        self._found: dict[int, Answer] = {}
+        self._arrived = itertools.count(1)  # a step of it is not divided between threads
+
+    def arrived(self, place: int, answer: Answer) -> None:
+        """The answer to one of them; on any thread."""
+        self._found[place] = answer
+        if next(self._arrived) == len(self.places):
+            self.all.set_result([self._found[place] for place in range(len(self.places))])
+
+
+class _Place:
+    """One operation's answer among them."""
+
+    __slots__ = ("_answers", "_place")
+
+    def __init__(self, answers: _Answers, place: int) -> None:
+        self._answers, self._place = answers, place
+
+    def set_result(self, answer: Answer) -> None:
+        """As of a future."""
+        self._answers.arrived(self._place, answer)
+
+
 class Link:
     """See the module's text. Made attached or not at all: the constructor only starts, `open` waits."""
 
@@ -58,7 +88,7 @@ class Link:
         self._previous = previous
         self._session = Session()
         self._wake = threading.Condition()
-        self._answers: dict[int, Future[Answer]] = {}
+        self._answers: dict[int, Future[Answer] | _Place] = {}
         self._settling: dict[int, Future[Granting]] = {}
         self._opened: Future[Attached | Unmapped] = Future()
         self._attached: Attached | None = None
@@ -94,9 +124,10 @@ class Link:
 
     def ask(self, ops: list[pb.Op], timeout_s: float) -> list[Answer]:
         """Queue operations and wait for all answers. Raises DeadlineExceeded."""
-        futures = self.submit(ops)
+        answers = _Answers(len(ops))
+        self._submit(ops, answers.places)
         try:
-            return [future.result(timeout_s) for future in futures]
+            return answers.all.result(timeout_s) if ops else []
         except FutureTimeout:
             raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log") from None
 
@@ -148,10 +179,10 @@ class Link:
 
     # ---- the two threads
 
-    def _submit(self, ops: list[pb.Op], futures: list[Future[Answer]]) -> None:
+    def _submit(self, ops: list[pb.Op], waiting: Sequence[Future[Answer] | _Place]) -> None:
         with self._wake:
             tickets = self._session.submit(ops)
-            self._answers.update(zip(tickets, futures, strict=False))
+            self._answers.update(zip(tickets, waiting, strict=False))
             self._wake.notify()
 
     def _outgoing(self) -> Iterator[pb.ClientMessage]:
@@ -187,8 +218,8 @@ class Link:
         for event in events:
             match event:
                 case Answered(ticket, answer):
-                    if future := self._answers.pop(ticket, None):
-                        future.set_result(answer)
+                    if waiting := self._answers.pop(ticket, None):
+                        waiting.set_result(answer)
                 case Settled(lease, granting):
                     if settling := self._settling.get(lease):
                         settling.set_result(granting)
