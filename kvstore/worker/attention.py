@@ -3,8 +3,9 @@
 One forward pass handles one `Step`: the new tokens of some sequences, one after another in a single row, and for each sequence how
 many of its tokens are in the cache already. Prompts and single tokens may share a step. Each layer writes the new K and V into the
 sequence's slots, gathers what the layer reaches into scratch, and calls transformers' own SDPA path on it. The bytes and the shapes
-are those that a contiguous cache would have, so the result is equal to the last bit. Layers that SDPA cannot do (softcap, sinks)
-go through `scores`; those with latent attention through `latent`.
+are those that a contiguous cache would have, so the result is equal to the last bit. Sums are in another order where several
+sequences attend together (`joint`, or `native` where that is asked for). Layers that SDPA cannot do (softcap, sinks) go through
+`scores`; those with latent attention through `latent`.
 """
 
 import time
