@@ -13,13 +13,14 @@ BENCHES = {
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "scale": "memory and time a block as the index grows to ten million, and the start from disk",
     "load": "the worker's engine under arriving requests, beside transformers' batching and vLLM, on the same ones",
+    "multiturn": "conversations that go on after their KV went to the disk, with the store and without it",
     "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",
     "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
 }
 
 NAME = "bench"
 HELP = "\n".join(
-    ["Measure the store, or replay a trace through it.", "", *(f"  kvstore bench {name:<8} {text}" for name, text in BENCHES.items())]
+    ["Measure the store, or replay a trace through it.", "", *(f"  kvstore bench {name:<9} {text}" for name, text in BENCHES.items())]
 )
 
 
