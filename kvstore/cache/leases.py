@@ -134,6 +134,13 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
         return
     session = holder(state, lease)
     for member, generations in zip(lease.slots, lease.generations, strict=True):
+        if len(member) == keep + 1:  # a decoding sequence's blocks are let go one by one: no arrays for that
+            slot = member.pop()
+            generations.pop()
+            lease.pending -= slot == 0
+            if slot > 0:
+                state.unhold_for(session, slot)
+            continue
         tail = np.array(member[keep:], np.int32)
         del member[keep:], generations[keep:]
         lease.pending -= int(np.count_nonzero(tail == 0))

@@ -20,7 +20,8 @@ FREE_ROWS_LOOKED_AT = 4096  # blocks: a search for a row to free gives up after 
 def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: SlotState) -> list[int]:
     """Up to `wanted` slots of this size, in state `becomes`. Fewer only when everything else is held."""
     table = state.tables[tier]
-    got: list[int] = table.take_free_many(slot_units, wanted, becomes).tolist()
+    one = table.take_free(slot_units, becomes) if wanted == 1 else 0
+    got: list[int] = [one] if one else table.take_free_many(slot_units, wanted, becomes).tolist()
     if not table.spare_extents:
         state.candidates(tier, slot_units).look_ahead(wanted, len(table.free.get(slot_units, ())))
     while len(got) < wanted:

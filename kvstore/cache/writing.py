@@ -47,7 +47,7 @@ def reserve(state: State, request: Reserve) -> Reserved | Refused:
 
 
 def _reserve_anonymous(state: State, session: Session, request: Reserve) -> Reserved:
-    slots = _take_slots(state, session, request)
+    slots = _take_slots(state, session, request) if request.count > 1 else []
     outcome = BlockOutcome.SLOT
     while len(slots) < request.count and outcome is BlockOutcome.SLOT:
         outcome, slot = _take_slot(state, session, request)
@@ -133,10 +133,29 @@ def commit(state: State, request: Commit) -> Committed | Refused:
     if isinstance(lease, Refused):
         return lease
     count = len(request.hashes)
+    if count == 1:
+        return _commit_single(state, session, lease, request)
     if commit_fresh_chain(state, session, lease, request):
         none = np.zeros(count, np.uint32)
         return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
     return _commit_each(state, session, lease, request)
+
+
+def _commit_single(state: State, session: Session, lease: Lease, request: Commit) -> Committed:
+    """`_commit_each` for one block, without arrays on the way: a decoding sequence fills one at a time."""
+    dram, shared = state.dram, 0
+    slot = dram.locate(int(request.units[0]))
+    mine = slot in session.reserved and dram.generation_at[slot] == int(request.generations[0])
+    if not mine or dram.slot_units_of(slot) != state.spec(request.namespace).slot_units:
+        outcome = BlockOutcome.BAD_SLOT
+    else:
+        outcome, shared = _commit_one(state, session, lease, slot, request.hashes.tobytes(), request.parents.tobytes())
+        if outcome is BlockOutcome.STORED and request.checksums is not None:
+            row = dram.row_at[slot]
+            state.index.checksum[row] = request.checksums[0]
+            state.index.flags_at[row] |= CHECKSUM_FLAGS
+    unit, generation = (dram.units[shared], dram.generation[shared]) if shared > 0 else (0, 0)
+    return Committed(request.lease, np.array([outcome], np.uint8), np.array([unit], np.uint32), np.array([generation], np.uint32))
 
 
 def _commit_each(state: State, session: Session, lease: Lease, request: Commit) -> Committed:

@@ -34,6 +34,7 @@ from kvstore.daemon.sessions import Attached
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.dram import DramTier
 
+OUTCOMES = {int(outcome): outcome.name.lower() for outcome in BlockOutcome}
 MAX_OUTBOUND_MESSAGES = 4096  # messages to a client that does not read: minutes of a decoding engine's
 MAX_OUTBOUND_BYTES = 16 * 2**20  # 16 MiB: thousands of grants of whole prompts
 LOCK_TIMEOUT_S = 30.0  # seconds from Welcome to Locked: mapping hundreds of GiB takes less than one
@@ -264,8 +265,8 @@ class SessionStream:
     def _count(self, kind: str, outcome: Outcome) -> None:
         match outcome:
             case Reserved(outcomes=outcomes) | Committed(outcomes=outcomes):
-                for code in set(outcomes.tolist()):
-                    self._counts[kind, BlockOutcome(code).name.lower()] += int((outcomes == code).sum())
+                for code, count in Counter(outcomes.tolist()).items():
+                    self._counts[kind, OUTCOMES[code]] += count
             case Refused(code, _):
                 self._counts[kind, code.lower()] += 1
             case _:
