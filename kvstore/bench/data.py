@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.bench.step import SEQUENCES, step_figures
 from kvstore.bench.yardsticks import Echo, Memcpy, RawDisk, gbps, median_ms, shared_segment, timed
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
@@ -62,6 +63,8 @@ def measure(size_bytes: int, directory: Path) -> dict[str, Any]:
     latency = _latency(directory)
     for batch in BATCHES:
         figures |= {f"{what}_{batch}_p50_ms": value for what, value in latency[batch].items()}
+    with tempfile.TemporaryDirectory(dir=directory) as place, DaemonProcess(Path(place), dram="256MiB", nvme=False) as daemon:
+        figures |= step_figures(daemon.address)
     return figures | {"by_block_size": throughput, "by_batch": latency, "moved_bytes": size_bytes}
 
 
@@ -235,3 +238,5 @@ def show(figures: dict[str, Any]) -> None:
     print(f"{'blocks':>8}  " + "  ".join(f"{what:>10}" for what in ("echo", "lookup", "acquire", "commit")))
     for batch, row in figures["by_batch"].items():
         print(f"{batch:>8}  " + "  ".join(f"{row[what]:10.3f}" for what in ("echo", "lookup", "acquire", "commit")))
+    step, empty = figures["step_p50_ms"], figures["round_trip_p50_ms"]
+    print(f"\nA decode step's message ({SEQUENCES} reserves, commits and releases): {step:.2f} ms, an empty one {empty:.2f}")
