@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.timeout(600)  # the compiled parts are built several times, on a machine that may do other things
 HERE = Path(__file__).resolve().parent.parent
 LINKED = ("tiers", "clients", "kernels", "proto")
 # Modules that may need what an extra or another venv brings, or pytest; all others import with the base dependencies alone.
@@ -77,7 +78,7 @@ def archives(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(*words: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
