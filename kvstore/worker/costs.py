@@ -1,6 +1,6 @@
 """What computing a token and loading a block take here, as measured so far: how long a load is worth waiting for."""
 
-SHARE = 0.2  # of a new measurement in the running average
+SHARE = 0.2  # part: of a new measurement in the running average
 FEW_TOKENS = 16  # a step with fewer is mostly its own overhead, and says little of the rate
 FLOOR_S = 0.05  # seconds that a load may take however little computing it saves: the usual time of a busy disk
 UNKNOWN_S = 10.0  # seconds that a load may take before anything was measured

@@ -161,7 +161,7 @@ class Lives:
         """Call a request's listener; one that raises loses its request."""
         try:
             branch.job.listener(event)
-        except Exception:
+        except Exception:  # the edge to a caller's code, whatever that does
             log.exception("a listener raised; its request is cancelled")
             branch.job.listener = nobody
             self.cancel(branch.job)

@@ -91,7 +91,7 @@ class EngineThread:
             with self._engine.at_work():
                 while not self._stopping.is_set():
                     self._turn()
-        except Exception:
+        except Exception:  # the edge of a thread: whoever waits for answers is told below
             log.exception("the engine's thread ended")
         finally:
             self._stopping.set()
