@@ -2,6 +2,10 @@
 
 A prompt whose next block another sequence is computing right now waits for it: two workers of one store may compute the same block,
 one worker never does it twice.
+
+There is room for a request when what runs, what has been promised to it, and the request's own blocks fit. One that was stopped comes
+back only where in addition all can run for a time slice: else sequences would be loaded from the disk to be stopped at once. Its pull
+begins at that same moment, while others compute.
 """
 
 import bisect
@@ -13,7 +17,7 @@ from kvstore.worker.branch import Branch
 from kvstore.worker.costs import Costs
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.pulls import Pulled
-from kvstore.worker.scheduler import Room, Rules, order
+from kvstore.worker.scheduler import Room, Rules, order, slice_blocks
 
 PULLS_AHEAD = 4  # waiting requests whose blocks are brought up before their turn
 
@@ -39,6 +43,10 @@ class Admission:
     def under_way(self) -> list[Future[Pulled]]:
         """Pulls that are not done."""
         return [branch.pull for branch in self.waiting if branch.pull is not None and not branch.pull.done()]
+
+    def pulled_blocks(self) -> int:
+        """Blocks that pulls have brought for those that wait."""
+        return sum(len(each.pull.result().units) for each in self.waiting if each.pull is not None and each.pull.done())
 
     def drop_one_pull(self) -> bool:
         """Give back what the last of those that wait has been brought; whether there was any."""
@@ -75,11 +83,13 @@ class Admission:
 
     def _pull(self, running: Sequence[Branch], now: float) -> None:
         """Begin the pulls of those that are next, as far as there is room for what they bring."""
-        held = self._cache.held_blocks
-        for branch in self.waiting[:PULLS_AHEAD]:
+        promised = self._promised(running)
+        for at, branch in enumerate(self.waiting[:PULLS_AHEAD]):
             usable = usable_blocks(len(branch.tokens), self._size)
-            held += usable
-            if branch.pull is None and branch.not_before <= now and (held <= self._room.blocks or not running):
+            promised += usable
+            kept_free = self._kept_free(branch, [*running, *self.waiting[:at]])
+            first = not running and not at
+            if branch.pull is None and branch.not_before <= now and (promised + kept_free <= self._room.blocks or first):
                 tokens = branch.tokens
                 limit_s = min(self._costs.load_limit_s(usable * self._size), self._cache.acquire_timeout_s)
                 branch.pull = self._cache.pull(tokens, branch.job.root, limit_s)
@@ -89,22 +99,38 @@ class Admission:
         admitted: list[Branch] = []
         seats = self._rules.running - sum(branch.seats for branch in running)
         to_come = _hashes_to_come(running)
+        under_way = 0  # blocks of those whose turn it is before others', and whose pull is not done
         for branch in list(self.waiting):
             if branch.seats > seats:
                 break
-            if branch.pull is None or not branch.pull.done():
+            if branch.pull is None:
+                continue
+            if not branch.pull.done():
+                under_way += len(branch.tokens) // self._size + 1
                 continue
             pulled = branch.pull.result()
             if self._may_hit_more(branch, pulled, to_come):
                 continue
-            alone = not running and not admitted
-            if not alone and self._cache.held_blocks + self._new_blocks(branch, pulled) > self._room.blocks:
+            beside = [*running, *admitted]
+            needed = self._promised(beside) + under_way + self._new_blocks(branch, pulled) + self._kept_free(branch, beside)
+            if beside and needed > self._room.blocks:
                 break
             self._open(branch)
             admitted.append(branch)
             seats -= branch.seats
             to_come |= _hashes_to_come([branch])
         return admitted
+
+    def _promised(self, running: Sequence[Branch]) -> int:
+        """Blocks that those that run hold, and those that they need for the tokens that are known."""
+        missing = sum(each.sequence.blocks_missing for each in running if each.sequence is not None)
+        return self._cache.held_blocks + missing + sum(2 * (each.seats - 1) for each in running)
+
+    def _kept_free(self, branch: Branch, beside: Sequence[Branch]) -> int:
+        """Blocks more that must be free before this one may come back beside those."""
+        if not branch.job.started or (branch.job.search and any(each.job is branch.job for each in beside)):  # beams come back together
+            return 0
+        return sum(each.seats * slice_blocks(each.tokens_to_make, self._size) for each in [branch, *beside])
 
     def _may_hit_more(self, branch: Branch, pulled: Pulled, to_come: set[bytes]) -> bool:
         """Whether the next block that a pull did not bring is on its way, or has come since; then the pull is made anew."""

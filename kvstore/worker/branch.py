@@ -37,12 +37,13 @@ class Completion:
     """What became of one branch. `error` with FAILED: the tokens made before it are right, and there are no more.
 
     hit_tokens      prompt tokens whose KV came from the store      store_fault     why the store was not used to the end, "" if it was
-    first_logits    [vocab] of the first token
+    first_logits    [vocab] of the first token                      preemptions     how often it was stopped for others' sake
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish = Finish.LENGTH
     hit_tokens: int = 0
+    preemptions: int = 0
     store_fault: str = ""
     error: KVStoreError | None = None
     first_logits: Tensor | None = None
@@ -71,7 +72,9 @@ class Branch:
 
     hashes          32 bytes a block of the prompt, where they were needed to guess hot_tokens, which is set while it waits
     asked_again     the hash of the block for which its pull was made anew
+    stored_tokens   how many of its tokens' KV it left in the store when it was stopped
     not_before      monotonic seconds until which it is not admitted      starved_since   when it first got no slots though alone
+    starved_at      how many of its tokens were computed when it last got none though alone
     """
 
     job: Job
@@ -83,8 +86,10 @@ class Branch:
     hashes: bytes | None = None
     hot_tokens: int = 0
     asked_again: bytes = b""
+    stored_tokens: int = 0
     not_before: float = 0.0
     starved_since: float | None = None
+    starved_at: int = -1
     ended: bool = False
 
     @property
@@ -117,6 +122,11 @@ class Branch:
     def tokens_to_come(self) -> int:
         """Tokens that are known and not computed yet."""
         return len(self.sequence.tokens) - self.sequence.computed if self.sequence else len(self.tokens)
+
+    @property
+    def tokens_to_make(self) -> int:
+        """The most that it still makes."""
+        return self.job.request.max_tokens - len(self.made)
 
     @property
     def seats(self) -> int:

@@ -66,6 +66,7 @@ class Engine:
         self._costs = Costs(store.geometry.block_tokens)
         self._room = Room(len(store.arena) // store.geometry.slot_bytes)
         self._admission = Admission(self._cache, self.options.rules, self._costs, self._room)
+        self._stood_s = 0.0
         self._lives = Lives(self._admission, loaded.eos)
 
     def add(self, request: Request, listener: Listener) -> Job:
@@ -102,6 +103,7 @@ class Engine:
             self._compute(parts)
         elif under_way := self._admission.under_way():
             wait(under_way, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
+            self._stood_s += time.monotonic() - now
         else:
             self._stand_still()
         busy = bool(self._lives.running or self._admission.waiting)
@@ -170,6 +172,7 @@ class Engine:
             "room_blocks": self._room.blocks,
             "prefill_tokens_per_second": self._costs.compute_tokens_per_s,
             "load_blocks_per_second": self._costs.load_blocks_per_s,
+            "waited_for_pulls_seconds_total": self._stood_s,
         }
         return {**gauges, **self._lives.counters}
 
@@ -211,12 +214,19 @@ class Engine:
 
     def _make_room(self, needy: Branch, error: KVStoreError, now: float) -> None:
         """Give something back so that a sequence may have slots: what waiting requests hold; then the last in rank gives way."""
-        self._room.refused(self._cache.held_blocks, now)
+        self._room.refused(self._cache.held_blocks + self._admission.pulled_blocks(), now)
         if self._admission.drop_one_pull():
             return
         victim = gives_way(self._lives.running, needy)
         if victim is not None:
             self._lives.preempt(victim)
+            return
+        if dropped := self._cache.pulls.letting_go():
+            wait(dropped, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
+            return
+        if needy.starved_at != sequence_of(needy).computed:
+            needy.starved_at = sequence_of(needy).computed
+            self._lives.preempt(needy)  # its own copies of blocks that others committed first go, and it comes back with less
             return
         if needy.starved_since is None:
             needy.starved_since = now

@@ -38,6 +38,7 @@ class Lives:
         hit_tokens = sequence_of(branch).hit_tokens
         if branch.job.started:
             self.counters["resumed_hit_tokens_total"] += hit_tokens
+            self.counters["resumed_tokens_total"] += branch.stored_tokens
             return
         branch.job.started = True
         branch.completion.hit_tokens = hit_tokens
@@ -50,6 +51,8 @@ class Lives:
             if each.sequence is not None:
                 self.counters["preemptions_total"] += 1
                 self.note_fault(each)
+                each.completion.preemptions += 1
+                each.stored_tokens = each.sequence.stored_tokens
                 each.sequence.close()
                 each.sequence = None
                 self.running.remove(each)

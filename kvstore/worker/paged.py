@@ -180,6 +180,11 @@ class PagedSequence:
         """Slots that `ensure` would need for all tokens that are not computed yet."""
         return -(-len(self.tokens) // self._size) - len(self.table)
 
+    @property
+    def stored_tokens(self) -> int:
+        """Leading tokens whose KV is in blocks of the store that anybody can find."""
+        return self._committed * self._size
+
     def hashes_to_come(self) -> set[bytes]:
         """The hashes of full blocks of its tokens that are not committed yet, as far as they are known."""
         return {bytes(self._hashes[at : at + HASH_BYTES]) for at in range(self._committed * HASH_BYTES, len(self._hashes), HASH_BYTES)}

@@ -40,6 +40,7 @@ class Pulls:
 
     def __init__(self, store: BlockStore, pool: Pool) -> None:
         self._store, self._pool = store, pool
+        self._dropped: set[Future[Pulled]] = set()
         self._leases = itertools.count(1)
         self._threads = ThreadPoolExecutor(PULL_THREADS, thread_name_prefix="kvstore-pull")
 
@@ -54,7 +55,12 @@ class Pulls:
     def drop(self, pull: Future[Pulled]) -> None:
         """Give back what an unused pull has brought, or is about to bring."""
         if not pull.cancel():
+            self._dropped.add(pull)
             pull.add_done_callback(self._release)
+
+    def letting_go(self) -> list[Future[Pulled]]:
+        """Dropped pulls that may still hold something of the store for a moment."""
+        return list(self._dropped)
 
     def close(self) -> None:
         """Wait for what is under way. Idempotent."""
@@ -63,6 +69,7 @@ class Pulls:
     def _release(self, pull: Future[Pulled]) -> None:
         if not pull.cancelled() and pull.exception() is None:
             self._store.release(pull.result().lease)
+        self._dropped.discard(pull)
 
     def _pull(self, tokens: Sequence[int], root: bytes, lease: int, timeout_s: float) -> Pulled:
         began_at = time.perf_counter()

@@ -2,6 +2,7 @@
 
     order       who of those that wait goes first          share       how a step's tokens are divided
     gives_way   who of those that run is stopped           Room        how many blocks this worker may count on
+    slice_blocks   what is kept free so that whoever comes back is not stopped at once
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ DEFAULT_RUNNING = 64  # sequences: that run at once; more would each wait longer
 AGE_S = 2.0  # seconds of waiting that are worth one level of priority: nobody is overtaken for ever
 REGAIN_S = 1.0  # seconds until a worker that was refused slots counts on some more again
 REGAIN_PART = 0.05  # of all blocks
+SLICE_TOKENS = 16  # tokens that one who was stopped can make once it is back: fewer are not worth its load, more leave room unused
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def gives_way(running: Iterable[S], needy: S) -> S | None:
     if all(each is needy for each in others):
         return None
     return max([*others, needy], key=rank)
+
+
+def slice_blocks(tokens_to_make: int, block_tokens: int) -> int:
+    """Blocks that a sequence fills in one time slice: `SLICE_TOKENS`, or the few that it still has to make."""
+    return -(-min(tokens_to_make, SLICE_TOKENS) // block_tokens)
 
 
 class Room:

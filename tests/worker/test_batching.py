@@ -250,6 +250,16 @@ def test_a_sequence_alone_that_gets_no_slots_waits_for_others_and_then_fails(tin
     engine.close()
 
 
+@pytest.mark.parametrize("length", range(64, 71))
+def test_a_sample_that_holds_copies_of_anothers_blocks_gives_them_back_before_it_fails(tiny: LoadedModel, length: int) -> None:
+    store = small_store(tiny, blocks=13)
+    engine = Engine(tiny, store, CHUNKED)
+    request = Request(prompt(length), 17, n=2)
+    assert [each.tokens for each in engine.generate_all([request])[0]] == [plain(tiny, request)] * 2
+    assert store.held_bytes == 0
+    engine.close()
+
+
 @st.composite
 def loads(draw: st.DrawFn) -> list[tuple[int, Request, int]]:
     """Requests with shared and other prompts: the step at which each comes, itself, the step after which it is cancelled (0: never)."""

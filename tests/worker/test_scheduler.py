@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.worker.scheduler import REGAIN_S, Room, Rules, gives_way, order, share
+from kvstore.worker.scheduler import REGAIN_S, SLICE_TOKENS, Room, Rules, gives_way, order, share, slice_blocks
 
 
 @dataclass(eq=False)
@@ -94,3 +94,8 @@ def test_room_is_never_nothing(held: int) -> None:
     room = Room(10)
     room.refused(held, 1.0)
     assert room.blocks == 1
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (8, 1), (9, 2), (1000, SLICE_TOKENS // 8)])
+def test_a_time_slice_is_no_longer_than_what_is_left_to_make(tokens: int, blocks: int) -> None:
+    assert slice_blocks(tokens, 8) == blocks
