@@ -11,14 +11,23 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "plain.h"
+
 #define WORTH_BYTES (256 << 10) /* of K and V for each thread: waking one takes as long as reading some tens of KiB */
 
-static const PassFunction *const passes[ISAS] = {
-    NULL, plain_passes,
+static PassFunction pass_of(int32_t isa, int32_t dtype)
+{
 #ifdef X86
-    avx2_passes, avx512_passes, avx512_bf16_passes,
+    if (isa == AVX512_BF16 && dtype == BFLOAT16)
+        return avx512_bf16_pass;
+    if (isa >= AVX512)
+        return avx512_passes[dtype];
+    if (isa == AVX2)
+        return avx2_passes[dtype];
 #endif
-};
+    (void)isa;
+    return plain_passes[dtype];
+}
 
 EXPORTED int32_t kv_cpu_version(void) { return VERSION; }
 
@@ -102,12 +111,12 @@ static void finish(const Work *work, int64_t row)
             const float *chunk = results + c * work->state, *values = chunk + 2 * heads + h * work->stride;
             const float weight = exp2f(chunk[h] - top);
             sum += chunk[heads + h] * weight;
-            for (int64_t i = 0; i < work->stride; i++)
-                total[i] += values[i] * weight;
+            for (int64_t i = 0; i < work->stride; i += LANES)
+                v_store(total + i, v_fma(v_load(values + i), v_set(weight), v_load(total + i)));
         }
         const float share = chunks ? 1 / sum : 0;
-        for (int64_t i = 0; i < work->stride; i++)
-            total[i] *= share;
+        for (int64_t i = 0; i < work->stride; i += LANES)
+            v_store(total + i, v_load(total + i) * v_set(share));
         from_floats(layout->dtype, total, out + h * decode->out_head_bytes, layout->value_dim);
     }
 }
@@ -166,7 +175,7 @@ EXPORTED int32_t kv_cpu_decode(const Layout *layout, const Rows *rows, const Dec
             ;
     if (isa < 0 || isa >= ISAS || !kv_cpu_has(isa))
         return -1;
-    Work work = {.layout = layout, .rows = rows, .decode = decode, .pass = passes[isa][layout->dtype], .stride = padded(layout->value_dim)};
+    Work work = {.layout = layout, .rows = rows, .decode = decode, .pass = pass_of(isa, layout->dtype), .stride = padded(layout->value_dim)};
     plan_ranges(&work);
     work.state = layout->q_heads * (2 + work.stride);
     work.first = (int64_t *)rows->scratch;

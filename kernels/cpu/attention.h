@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define VERSION 1 /* rises whenever something here changes; as in library.py */
+#define VERSION 2 /* rises whenever something here changes; as in library.py */
 
 enum { FLOAT32, FLOAT16, BFLOAT16, DTYPES };
 enum { ANY, PLAIN, AVX2, AVX512, AVX512_BF16, ISAS }; /* instruction sets, the later the better */
@@ -19,6 +19,13 @@ enum { ANY, PLAIN, AVX2, AVX512, AVX512_BF16, ISAS }; /* instruction sets, the l
 
 #if defined(__x86_64__) && !defined(PLAIN_ONLY)
 #define X86
+#endif
+
+/* Short loops over variables that are to lie in registers. */
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 8")
 #endif
 
 /* What only the files here call stays inside the library: other libraries of the process may have the same names. */
@@ -74,7 +81,7 @@ typedef struct {
 typedef void (*PassFunction)(const Pass *);
 
 /* The passes of an instruction set, by dtype. */
-extern const PassFunction plain_passes[DTYPES], avx2_passes[DTYPES], avx512_passes[DTYPES], avx512_bf16_passes[DTYPES];
+extern const PassFunction plain_passes[DTYPES], avx2_passes[DTYPES], avx512_passes[DTYPES], avx512_bf16_pass;
 
 /* Query heads of one part, and how many parts a KV head's queries make. */
 static inline int group_of(const Layout *layout) { return layout->q_heads / layout->kv_heads; }

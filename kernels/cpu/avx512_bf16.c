@@ -5,10 +5,11 @@
 #ifdef X86
 
 #define DOT_BFLOAT16
+#define ONLY_BFLOAT16
 #include "avx512.h"
 
 #include "passes.h"
 
-const PassFunction avx512_bf16_passes[DTYPES] = {pass_float32, pass_float16, pass_bfloat16};
+const PassFunction avx512_bf16_pass = pass_bfloat16;
 
 #endif

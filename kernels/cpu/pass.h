@@ -14,25 +14,33 @@ INSIDE void NAME(dots)(
     vf (*quads)[LANES / 4])
 {
     vf sums[DOTS][4];
+    UNROLL
     for (int h = 0; h < heads; h++)
+        UNROLL
         for (int t = 0; t < 4; t++)
             sums[h][t] = v_set(0);
     if (ahead)
+        UNROLL
         for (int t = 0; t < 4; t++)
             fetch(ahead[t] + at, dim * (int)sizeof(ITEM));
     int i = 0;
     for (; i + STEP <= dim; i += STEP)
+        UNROLL
         for (int t = 0; t < 4; t++) {
             const KEY key = KEYS(keys[t] + at, i);
+            UNROLL
             for (int h = 0; h < heads; h++)
                 sums[h][t] = TIMES(key, queries + h * stride + i, sums[h][t]);
         }
     if (i < dim)
+        UNROLL
         for (int t = 0; t < 4; t++) {
             const KEY key = KEYS_REST(keys[t] + at, i, dim - i);
+            UNROLL
             for (int h = 0; h < heads; h++)
                 sums[h][t] = TIMES(key, queries + h * stride + i, sums[h][t]);
         }
+    UNROLL
     for (int h = 0; h < heads; h++)
         quads[h][0] = v_quad(sums[h]);
 }
@@ -43,7 +51,9 @@ INSIDE void NAME(add)(
     float *sums, int64_t stride)
 {
     Pair held[PART][PAIRS];
+    UNROLL
     for (int h = 0; h < heads; h++)
+        UNROLL
         for (int p = 0; p < pairs; p++) {
             held[h][p].a = v_load(sums + h * stride + i + p * STEP);
             held[h][p].b = v_load(sums + h * stride + i + p * STEP + LANES);
@@ -52,8 +62,10 @@ INSIDE void NAME(add)(
         const char *row = tile->values[t] + at;
         if (next)
             fetch(next->values[t] + at, dim * (int)sizeof(ITEM));
+        UNROLL
         for (int p = 0; p < pairs; p++) {
             const Pair value = rest ? ROWS_REST(row, i, dim - i) : ROWS(row, i + p * STEP);
+            UNROLL
             for (int h = 0; h < heads; h++) {
                 const vf weight = v_set(weights[h * TILE + t]);
                 held[h][p].a = v_fma(weight, value.a, held[h][p].a);
@@ -61,7 +73,9 @@ INSIDE void NAME(add)(
             }
         }
     }
+    UNROLL
     for (int h = 0; h < heads; h++)
+        UNROLL
         for (int p = 0; p < pairs; p++) {
             v_store(sums + h * stride + i + p * STEP, held[h][p].a);
             v_store(sums + h * stride + i + p * STEP + LANES, held[h][p].b);
@@ -77,6 +91,7 @@ INSIDE void NAME(part)(
     const int64_t key_at = kv_head * layout->key_head_bytes, value_at = kv_head * layout->value_head_bytes;
     float scores[PART * TILE] __attribute__((aligned(64)));
     for (int t = 0; t < tile->count; t += LANES)
+        UNROLL
         for (int h = 0; h < heads; h += DOTS) {
             const int here = heads - h < DOTS ? heads - h : DOTS;
             vf quads[DOTS][LANES / 4];
@@ -84,10 +99,12 @@ INSIDE void NAME(part)(
                 NAME(dots)(
                     here, tile->keys + t + 4 * q, next && !h ? next->keys + t + 4 * q : NULL, key_at, queries + h * stride, stride,
                     layout->key_dim, (vf(*)[LANES / 4]) & quads[0][q]);
+            UNROLL
             for (int j = 0; j < here; j++)
                 v_store(scores + (h + j) * TILE + t, v_join(quads[j]));
         }
     float *sums = pass->values + first * pass->values_stride;
+    UNROLL
     for (int h = 0; h < heads; h++) {
         const float factor = soften(scores + h * TILE, tile->count, pass->decode, pass->top + first + h, totals + (first + h) * LANES);
         if (factor != 1)

@@ -1,5 +1,5 @@
 /* The passes of one instruction set: its header has been included before this one. It sets REST where it reads parts of vectors, and
- * DOT_BFLOAT16 where it multiplies bfloat16.
+ * DOT_BFLOAT16 where it multiplies bfloat16, ONLY_BFLOAT16 where it does no more.
  */
 
 #include "softmax.h"
@@ -62,6 +62,7 @@ static inline void p_settle_split(float *sums, int64_t count)
 
 static inline void p_settle(float *sums, int64_t count) { (void)sums, (void)count; }
 
+#ifndef ONLY_BFLOAT16
 #define NAME(x) x##_float32
 #define ITEM float
 #define ROWS p_float32
@@ -87,6 +88,8 @@ static inline void p_settle(float *sums, int64_t count) { (void)sums, (void)coun
 #define TIMES p_times
 #define PREPARE to_floats
 #include "pass.h"
+
+#endif /* ONLY_BFLOAT16 */
 
 #define NAME(x) x##_bfloat16
 #define ITEM uint16_t

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from kvstore.kernels.cpu.library import instruction_sets, load
 from tests.kernels.cpu_cases import Case, cases, check_decode, check_write
@@ -52,7 +52,9 @@ def main() -> int:
     library = load(args.library)
     isas = args.isa or instruction_sets(library)
 
-    @settings(max_examples=args.examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+    unhurried = settings(max_examples=args.examples, deadline=None, suppress_health_check=list(HealthCheck))
+
+    @settings(unhurried, database=None, derandomize=True, phases=[Phase.generate])
     @given(cases())
     def check(case: Case) -> None:
         check_write(case, library)
