@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvstore import errors
 from kvstore.clients.client import KVClient
@@ -21,6 +21,9 @@ class Presence:
         """namespace   opens it; called by the listening thread, again after each interruption"""
         self._client, self._namespace = client, namespace
         self._tiers: dict[bytes, frozenset[str]] = {}  # replaced whole where it is emptied; reading takes no lock
+        self._guard = threading.Lock()  # over the two below
+        self._followed: set[bytes] = set()
+        self._gone: set[bytes] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="kvstore-presence", daemon=True)
         self._thread.start()
@@ -31,6 +34,25 @@ class Presence:
 
     def __len__(self) -> int:
         return len(self._tiers)
+
+    def follow(self, blocks: Iterable[bytes]) -> None:
+        """Remember of these when they go."""
+        with self._guard:
+            self._followed.update(blocks)
+            self._gone.difference_update(blocks)
+
+    def unfollow(self, blocks: Iterable[bytes]) -> None:
+        """Remember of these no more."""
+        with self._guard:
+            self._followed.difference_update(blocks)
+            self._gone.difference_update(blocks)
+
+    def gone(self) -> set[bytes]:
+        """Of the followed blocks those that went since this was last called; they are followed no more."""
+        with self._guard:
+            gone, self._gone = self._gone, set()
+            self._followed -= gone
+        return gone
 
     def stop(self) -> None:
         """Believe nothing more, and end the thread once the client is closed or the store says something."""
@@ -46,13 +68,13 @@ class Presence:
                     if self._stopped.is_set():
                         break
                     self._hear(event)
-            self._tiers = {}
+            self._empty()
             self._stopped.wait(RETRY_S)
 
     def _hear(self, event: Watched) -> None:
         tiers = self._tiers
         if event.kind == "cleared":
-            self._tiers = {}
+            self._empty()
             return
         for start in range(0, len(event.hashes), HASH_BYTES):
             block = event.hashes[start : start + HASH_BYTES]
@@ -62,3 +84,13 @@ class Presence:
                 tiers[block] = now
             else:
                 tiers.pop(block, None)
+                self._note({block})
+
+    def _empty(self) -> None:
+        self._note(None)
+        self._tiers = {}
+
+    def _note(self, gone: set[bytes] | None) -> None:
+        """These are gone; None: all."""
+        with self._guard:
+            self._gone |= self._followed if gone is None else gone & self._followed

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore import errors
@@ -31,6 +31,7 @@ from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
 from kvstore.clients.vllm_facts import of_generation
 from kvstore.clients.vllm_presence import Presence
+from kvstore.clients.vllm_tier_events import TierEvents
 from kvstore.clients.vllm_tier_facts import facts_of
 
 TIMEOUT_S = 2.0  # seconds that a load waits for the store's disk by default; then the chunks are computed
@@ -74,9 +75,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._client = KVClient(address or None, name="vllm-tier")
         self._generation = ""
         self._presence = self._listen()
+        self._events = TierEvents(self._presence, _name) if offloading_spec.kv_events_config.enable_kv_cache_events else None
         self._pools = {kind: ThreadPoolExecutor(1, f"kvstore-{kind}") for kind in ("load", "store")}  # loads never wait behind stores
         self._running: set[Future[None]] = set()
-        self._finished: queue.SimpleQueue[tuple[TransferJob, JobResult]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[TransferJob, JobResult, tuple[bytes, ...], str]] = queue.SimpleQueue()
         self._failed: dict[str, set[bytes]] = defaultdict(set)  # by request: what could not be loaded is not promised to it again
         self._ended: dict[str, dict[bytes, bytes]] = defaultdict(dict)  # by request and group: the last chunk that was stored or loaded
         self._away_until = 0.0
@@ -102,12 +104,18 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         results: list[JobResult] = []
         while True:
             try:
-                job, result = self._finished.get_nowait()
+                job, result, done, generation = self._finished.get_nowait()
             except queue.Empty:
                 return results
+            if self._events is not None:
+                self._events.ended(job.keys, done if generation == self._generation else ())
             if job.is_promotion and not result.success:
-                self._failed[job.req_context.req_id].update(set(job.keys) - set(result.successful_keys or ()))
+                self._failed[job.req_context.req_id].update(set(job.keys) - set(done))
             results.append(result)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Which chunks came into the store and went; empty unless the engine publishes KV events."""
+        return self._events.take() if self._events is not None else ()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No wishes of its own."""
@@ -124,6 +132,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._generation = uuid.uuid4().hex
         self._presence.stop()
         self._presence = self._listen()
+        if self._events is not None:
+            self._events.move(self._presence)
 
     def drain_copies(self) -> None:
         """Wait for all copies."""
@@ -145,6 +155,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             group = key[-GROUP_BYTES:]
             parents.setdefault(group, self._ended[job.req_context.req_id].get(group))
             self._ended[job.req_context.req_id][group] = _name(key)
+        if self._events is not None:
+            self._events.expect(job.keys)
         generation = self._generation
         future = self._pools[kind].submit(self._run, copy, job, parents, generation)
         self._running.add(future)
@@ -168,7 +180,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             transfer_time=time.monotonic() - began_at,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
-        self._finished.put((job, result))
+        self._finished.put((job, result, tuple(done), generation))
 
     def _store(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> list[bytes]:
         """The keys that are in the store now, or on their way."""

@@ -36,7 +36,8 @@ def test_chunks_of_a_hybrid_model_that_one_engine_offloaded_another_one_loads(tm
             chunks = tier(client, "dram").blocks
             assert chunks > len(TEXTS) * BLOCKS  # of each KV cache group its own
             assert all_on_disk(client, chunks)
-        with Engine(model, tmp_path / "two.log", offloading(daemon.address), **SMALL) as two:
+        telling = {"enable_kv_cache_events": True, "publisher": "null"}
+        with Engine(model, tmp_path / "two.log", offloading(daemon.address), kv_events_config=telling, **SMALL) as two:
 
             def answer(number: int) -> tuple[int, bool]:
                 """How many tokens of a text were cached, and whether it was answered as by the first engine."""
@@ -46,13 +47,6 @@ def test_chunks_of_a_hybrid_model_that_one_engine_offloaded_another_one_loads(tm
 
             two("hear", chunks=chunks)
             assert answer(0) == (HIT, True)
-            assert two("partial") == {
-                "stored": [True],
-                "loaded": [[False, [0, 1]]],
-                "right": [True, True, False, False],
-                "mine": ["HIT", "HIT", "MISS", "MISS"],  # what could not be loaded is not promised to that request again
-                "other": ["HIT", "HIT", "MISS", "HIT"],
-            }
             daemon.restart()
             two("hear", chunks=chunks)
             assert answer(1) == (HIT, True)
@@ -68,3 +62,11 @@ def test_chunks_of_a_hybrid_model_that_one_engine_offloaded_another_one_loads(tm
             assert two("reset", connector=True)
             two("hear", chunks=0)
             assert answer(0) == (0, True)
+            assert two("partial") == {
+                "stored": [True],
+                "loaded": [[False, [0, 1]]],
+                "right": [True, True, False, False],
+                "mine": ["HIT", "HIT", "MISS", "MISS"],  # what could not be loaded is not promised to that request again
+                "other": ["HIT", "HIT", "MISS", "HIT"],
+                "events": [[False, [0, 1, 3]], [True, [0, 1, 3]]],  # stored; then cleared
+            }

@@ -137,7 +137,7 @@ class Child:
         return None
 
     def partial(self) -> Answer:
-        """Store chunks under keys of one's own, all but the third, and load all four; what came of it, and what is promised then.
+        """Store chunks under keys of one's own, all but the third, and load all four; what came of it, what is promised then, what is told.
 
         In the last rows of the tier's memory, which the engine does not use so early.
         """
@@ -152,20 +152,29 @@ class Child:
         tier._chunks[sources] = np.random.default_rng(1).integers(0, 256, (4, tier.block_size_bytes), np.uint8)
         tier._chunks[targets] = 0
         kept = [0, 1, 3]
+
+        def told() -> Any:
+            return [[event.removed, [keys.index(key) for key in event.keys if key in keys]] for event in tier.take_events()]
+
+        told()
         tier.submit_store(TransferJob(-1, [keys[at] for at in kept], sources[kept], False, mine))
         tier.drain_copies()
         stored = list(tier.get_finished_jobs())
+        events = told()
         self.hear(len(tier._presence) + 3 - sum(tier.lookup(key, other).name == "HIT" for key in keys))
         tier.submit_load(TransferJob(-2, keys, targets, True, mine))
         tier.drain_copies()
         loaded = list(tier.get_finished_jobs())
-        return {
+        answer = {
             "stored": [result.success for result in stored],
             "loaded": [[result.success, [keys.index(key) for key in result.successful_keys]] for result in loaded],
             "right": [bool((tier._chunks[target] == tier._chunks[source]).all()) for source, target in zip(sources, targets, strict=True)],
             "mine": [tier.lookup(key, mine).name for key in keys],
             "other": [tier.lookup(key, other).name for key in keys],
         }
+        tier._client.clear()
+        self.hear(0)
+        return answer | {"events": events + [[removed, sorted(which)] for removed, which in told()]}
 
     def facts(self) -> Answer:
         """How the worker's blocks are made up."""
