@@ -130,15 +130,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engines_answer_the_same_requests_in_processes_of_their_own(model: Path, tmp_path: Path) -> None:
     shared = list(range(3, 67))
     asked = [Asked(0.05 * index, [*shared, *range(70 + index, 90 + index)], 6) for index in range(6)]
-    work = Work(str(model), 512, 2 * 2 * 2 * 16 * 2, 16 << 20, 64, 4, len(asked), threads=1)
+    work = Work(str(model), 512, 2 * 2 * 2 * 16 * 2, 16 << 20, 64, 1, len(asked), threads=1)
     told: list[str] = []
     results = measure(["kvstore-daemon", "transformers", "vllm"], work, asked, warm_up(asked), Places(tmp_path, tmp_path, told.append))
     assert len(told) == 3
     ours, peer, missing = results
     assert (ours.reason, peer.reason) == ("", "")
     assert "vllm" in missing.reason
-    assert ours.figures["hit_tokens"] >= 4 * len(shared)
-    assert peer.figures["hit_tokens"] > 0
+    assert ours.figures["hit_tokens"] >= 5 * len(shared)
+    assert peer.figures["hit_tokens"] >= 5 * len(shared)
     found = json.loads(json.dumps(report(results, asked)))
     assert {name: "reason" in each for name, each in found["engines"].items()} == {
         "kvstore-daemon": False,
