@@ -27,8 +27,9 @@ OWNER, LOCALITY = "kvstore", "LOCAL"
 
 @dataclass(frozen=True)
 class _Described:
-    """A block as vLLM names it; `tokens` packed, 4 bytes each."""
+    """A block as vLLM names it; `number` its place in its sequence, `tokens` packed, 4 bytes each."""
 
+    number: int
     hash: bytes
     parent: bytes | None
     tokens: bytes
@@ -86,10 +87,9 @@ class Events:
         if self._residency is None:
             return events
         changes = [change for change in self._residency.changes() if change.tier in MEDIA]
-        for change in changes:
-            if not change.here:
-                events.append(self._removed(change.block, change.tier))
-        for medium, tier in ((medium, tier) for tier, medium in MEDIA.items()):
+        changes.sort(key=lambda change: self._described[change.block].number)
+        events.extend(self._removed(change.block, change.tier) for change in reversed(changes) if not change.here)
+        for tier, medium in MEDIA.items():
             events.extend(self._stored(medium, [change for change in changes if change.here and change.tier == tier]))
         return events
 
@@ -110,16 +110,18 @@ class Events:
         return BlockRemoved(block_hashes=[name], medium=MEDIA[tier], group_idx=0, locality=LOCALITY, ownership=OWNER)
 
     def _stored(self, medium: str, changes: Iterable[Change]) -> Iterable[BlockStored]:
-        """One event for each run of blocks that follow each other."""
-        run: list[_Described] = []
+        """One event for each run of blocks that follow each other, parents before their children. `changes` by number."""
+        runs: list[list[_Described]] = []
+        by_last: dict[bytes, list[_Described]] = {}
         for change in changes:
             block = self._described[change.block]
-            if run and (block.parent != run[-1].hash or block.lora != run[-1].lora):
-                yield self._event(medium, run)
+            run = by_last.pop(block.parent, None) if block.parent else None
+            if run is None:
                 run = []
+                runs.append(run)
             run.append(block)
-        if run:
-            yield self._event(medium, run)
+            by_last[block.hash] = run
+        return [self._event(medium, run) for run in runs]
 
     def _event(self, medium: str, run: Sequence[_Described]) -> BlockStored:
         first, spec = run[0], self.manager.kv_cache_event_metadata[0]
@@ -145,6 +147,7 @@ def _described(request: Any, number: int, block_tokens: int, named: Sequence[byt
     start, end = number * block_tokens, (number + 1) * block_tokens
     lora = request.lora_request
     return _Described(
+        number=number,
         hash=bytes(named[number]),
         parent=bytes(named[number - 1]) if number else None,
         tokens=array.array("I", request.all_token_ids[start:end]).tobytes(),
