@@ -29,8 +29,8 @@ from tests.crash.promises import Block, Watch
 CLIENTS = 3  # processes: more than the cores of a small machine, so that they are interrupted anywhere
 LOAD_S = (0.02, 0.8)  # seconds from readiness to the kill: from the first request to a full disk queue
 STARTUP_S = (0.02, 0.5)  # seconds from the process's start to a kill while it starts
-COME_BACK_S = 3.0  # seconds for clients to be at work again: grpc tries once a second at the latest
-GONE_S = 5.0  # seconds for the slots of dead processes to be free: it takes a fraction of one
+COME_BACK_S = 10.0  # seconds for clients to be at work again: grpc tries once a second at the latest, and the machine may stand still
+GONE_S = 20.0  # seconds for the slots of dead processes to be free: it takes a fraction of one, and the machine may stand still
 OLD_BLOCKS_READ = 300  # blocks promised in earlier rounds that are read again after each start
 BATCH_BLOCKS = 64  # blocks in one lease of the close look: 1 MiB of a small memory
 CLEAR_AT = 0.6  # of the disk: cleared then, so that nothing is ever evicted from it and every promise stands
