@@ -29,6 +29,7 @@ MAY_BE_IMPORTED_BY = {
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
     "worker": ("cli", "bench"),
+    "front": ("cli",),
     "replay": ("cli",),
     "bench": ("cli",),
     "testing": ("bench",),

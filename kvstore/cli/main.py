@@ -17,6 +17,7 @@ COMMANDS = (
     "demo",
     "serve",
     "worker",
+    "front",
     "chat",
     "generate",
     "lookup",

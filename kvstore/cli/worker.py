@@ -26,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     store = parser.add_mutually_exclusive_group()
     store.add_argument("--listen", "--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the usual socket)")
     store.add_argument("--standalone", metavar="BYTES", type=_bytes, default=0, help="use no daemon but so much memory: 2GiB")
+    parser.add_argument(
+        "--role", choices=("prefill", "decode", "both"), default="both",
+        help="behind `kvstore front`: prefill answers once a prompt's blocks are in the store; decode and both serve as ever",
+    )  # fmt: skip
     parser.add_argument("--max-waiting", metavar="N", type=_count, help="requests that may wait before others are told to come later")
     parser.add_argument("--running", metavar="N", type=_count, help="texts that are made at once, at most")
     parser.add_argument("--step-tokens", metavar="N", type=_count, help="tokens of one step: more is faster, and longer between tokens")
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     given = {name: getattr(args, name) for name in ("max_waiting", "running", "step_tokens") if getattr(args, name) is not None}
-    plan = main.Plan(args.model, args.listen, args.standalone, **given)
+    plan = main.Plan(args.model, args.listen, args.standalone, flushing=args.role == "prefill", **given)
     settings = Settings(args.name, os.environ.get(config.API_KEY, ""), args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvstore.clients.blocks import BlockStore
 from kvstore.worker.engine import Engine, Options
+from kvstore.worker.flushing import Flushing
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending, serve
 from kvstore.worker.model import LoadedModel, load_model
@@ -28,6 +29,7 @@ class Plan:
 
     standalone_bytes   0: the store of the daemon at `address` (None: its usual socket). Else so much memory of its own
     or_alone           where no daemon answers, memory of its own for a few texts
+    flushing           an answer ends only when its blocks are in the store: what a prefill worker does
     """
 
     model: Path | None = None
@@ -37,6 +39,7 @@ class Plan:
     max_waiting: int = MAX_WAITING
     step_tokens: int = DEFAULT_STEP_TOKENS
     running: int = DEFAULT_RUNNING
+    flushing: bool = False
 
 
 @dataclass
@@ -72,7 +75,8 @@ def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Call
     named = settings if settings.name else Settings(built.texts.name, settings.api_key, settings.max_body_bytes)
     try:
         where = "the daemon's store" if built.shared else "memory of its own"
-        serve(built.serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {where}"))
+        serving = Flushing(built.serving, built.store) if plan.flushing else built.serving
+        serve(serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {where}"))
     finally:
         built.close()
 
