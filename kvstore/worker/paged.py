@@ -25,8 +25,8 @@ from kvstore.worker.native import native_for
 from kvstore.worker.pool import Place, Pool, slots_of
 from kvstore.worker.pulls import Pulled, Pulls
 from kvstore.worker.rows import BlockTable, RowLayout, Scratch
+from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S
 
-ACQUIRE_TIMEOUT_S = 10.0  # a prompt's wait for blocks on their way up: past that, computing them is faster
 REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
 
 

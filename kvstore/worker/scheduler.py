@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 DEFAULT_STEP_TOKENS = 512  # tokens of one step: on two cores and a small model some 0.3 s, the longest that a decode waits for prompts
 DEFAULT_RUNNING = 64  # sequences: that run at once; more would each wait longer for their next token
 AGE_S = 2.0  # seconds of waiting that are worth one level of priority: nobody is overtaken for ever
+ACQUIRE_TIMEOUT_S = 10.0  # a prompt's wait for blocks on their way up: past that, computing them is faster
 REGAIN_S = 1.0  # seconds until a worker that was refused slots counts on some more again
 REGAIN_PART = 0.05  # of all blocks
 SLICE_TOKENS = 16  # tokens that one who was stopped can make once it is back: fewer are not worth its load, more leave room unused

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvstore.bench.load.measure import OURS, Result
 from kvstore.bench.load.prompts import Asked
-from kvstore.worker.paged import ACQUIRE_TIMEOUT_S
-from kvstore.worker.scheduler import AGE_S
+from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S, AGE_S
 
 TARGETS = {"transformers": 1.0, "transformers-unshared": 2.0}  # times: of each one's throughput that ours is meant to reach
 RULE = f"""TTFT and queued count from a request's arrival. No request starves, however long the queue: it is let in at the latest when as
