@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -89,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write. Returns 0."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the daemon ends with it
     plan = Plan(args.turns, args.conversations, args.turn_tokens, args.answer_tokens)
     if min(asdict(plan).values()) < 1:
         raise InvalidArgument("every number must be above 0")
