@@ -5,6 +5,7 @@ import importlib
 from typing import cast
 
 from kvstore.cli.main import Command
+from kvstore.errors import ConfigError
 
 # Each is a module of kvstore.bench that offers what a command offers. A new one is a line here.
 BENCHES = {
@@ -32,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one benchmark; returns its exit status."""
-    bench = cast(Command, importlib.import_module(f"kvstore.bench.{args.bench}"))
+    try:
+        bench = cast(Command, importlib.import_module(f"kvstore.bench.{args.bench}"))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this benchmark needs {error.name}; pip install 'kvstore[worker]'") from error
     parser = argparse.ArgumentParser(
         prog=f"kvstore bench {bench.NAME}", description=bench.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
