@@ -76,6 +76,9 @@ class CacheStats:
     counters: dict[str, int]
     scrub_passes: int = 0
     scrub_pass_s: float = 0.0  # what the last whole pass of the background check took
+    tail_blocks: int = 0  # blocks whose token ids are kept, in namespaces with tails
+    tail_bytes: int = 0  # what these ids take
+    tail_capacity_bytes: int = 0  # what they may take
 
 
 class Cache:
@@ -219,7 +222,7 @@ class Cache:
                 yield tier, pack_hashes(index.hash[piece]), pack_hashes(index.hash[index.parent[piece]])
 
     def stats(self) -> CacheStats:
-        state = self.state
+        state, tokens = self.state, self.state.index.tokens
         tiers = {
             tier: TierFigures(table.capacity_bytes, {s.name.lower(): table.bytes_in[s] for s in SlotState}, table.blocks, table.held_bytes)
             for tier, table in state.tables.items()
@@ -237,6 +240,7 @@ class Cache:
             dict(state.counters),
             state.scrub.passes,
             state.scrub.last_pass_s,
+            *((tokens.blocks, tokens.used_bytes, tokens.capacity_bytes) if tokens else ()),
         )
 
     def check(self) -> list[str]:

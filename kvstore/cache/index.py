@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.messages import Hashes, Tier
+from kvstore.cache.tokens import TokenTable
 from kvstore.native.rows import NATIVE_ARRAYS, native_rows
 
 Rows = NDArray[np.int32]
@@ -48,6 +49,7 @@ class Index:
         self.slot = {tier: np.zeros(rows, np.int32) for tier in tiers}
         self.children = {tier: np.zeros(rows, np.int32) for tier in tiers}
         self.tiers = tiers
+        self.tokens: TokenTable | None = None  # where a namespace has tails
         self._freed = np.zeros(rows, np.int32)
         self._freed_count = 0
         self._fresh = 1  # rows from here on were never used
@@ -175,6 +177,8 @@ class Index:
 
     def drop_if_empty(self, row: int) -> None:
         """Forget a row that has no bytes anywhere, no writer and no children; then its parent likewise."""
+        if self.tokens is not None and not self.stored(row):
+            self.tokens.forget(row)
         while row and not self.first_child_at[row] and not self.flags_at[row] & IN_FLIGHT and not self.stored(row):
             parent = self.parent_at[row]
             if parent:
@@ -188,6 +192,11 @@ class Index:
 
     def drop_empty(self, rows: Rows) -> None:
         """`drop_if_empty` for many, in this order; one that is gone by then, being another's parent, is passed over."""
+        if self.tokens is not None:
+            stored = np.zeros(len(rows), bool)
+            for tier in self.tiers:
+                stored |= self.slot[tier][rows] > 0
+            self.tokens.forget_many(rows[~stored])
         if self._native is not None:
             self._freed_count = self._native.drop_empty(rows, self._freed_count)
             return
@@ -216,6 +225,10 @@ class Index:
                 table[gap] = other
                 gap = at
         table[gap] = 0
+
+    def keep_tokens(self) -> None:
+        """From now on blocks may have token ids."""
+        self.tokens = self.tokens or TokenTable(self.capacity + 1)
 
     # ---- links
 

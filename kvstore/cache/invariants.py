@@ -16,6 +16,7 @@ from kvstore.cache.index import HAS_CHECKSUM, IN_FLIGHT
 from kvstore.cache.messages import UNIT_BYTES, Tier
 from kvstore.cache.slots import QUEUED, SUM_QUEUED, WRONG, SlotState, SlotTable
 from kvstore.cache.state import State
+from kvstore.hashing import block_hash
 
 Rule = Callable[[State], Iterator[str]]
 
@@ -233,6 +234,24 @@ def honest(state: State) -> Iterator[str]:
             yield f"session {session.id} reports {session.held_bytes} bytes held, {held} are"
 
 
+def tokens_true(state: State) -> Iterator[str]:
+    """Token ids are kept of stored blocks alone, hash to the block's name, and their chunks are each in one place."""
+    index, table = state.index, state.index.tokens
+    if table is None:
+        return
+    rows = np.flatnonzero(table.first).astype(np.int32)
+    if len(rows) != table.blocks:
+        yield f"ids of {table.blocks} blocks are counted, of {len(rows)} kept"
+    for row in rows.tolist():
+        spec = state.namespaces[index.namespace_at[row]]
+        if spec is None or not spec.tails or not index.stored(row):
+            yield f"row {row} has token ids, and is no stored block of a namespace with tails"
+        elif block_hash(index.hash_bytes(index.parent_at[row]), table.tokens_of(row, spec.block_tokens)) != index.hash_bytes(row):
+            yield f"the token ids of row {row} are not its own"
+    if not table.conserved(rows):
+        yield f"of {table.used_chunks} chunks of token ids some are in no block's list, or in two"
+
+
 RULES: tuple[Rule, ...] = (
     visible_after_stored,
     never_wrong,
@@ -244,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     isolated,
     progress,
     honest,
+    tokens_true,
 )
 
 

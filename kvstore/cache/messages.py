@@ -98,6 +98,9 @@ from kvstore.cache.vocabulary import (
     Tier as Tier,
 )
 from kvstore.cache.vocabulary import (
+    Tokens as Tokens,
+)
+from kvstore.cache.vocabulary import (
     Units as Units,
 )
 from kvstore.cache.vocabulary import (
@@ -120,6 +123,7 @@ class NamespaceSpec:
     block_bytes: int
     keep: Keep = ALL_BLOCKS
     block_tokens: int = 0  # for policies that weigh the work a block saves; 0: not known
+    tails: bool = False  # keep token ids, so that the first tokens of a block can be found; once opened so, it stays
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,19 @@ class Attach:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """All token ids of a prompt, and the hash before its first block: what is needed to find a partial tail."""
+
+    root: bytes
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
 class Acquire:
-    """Lease the leading blocks of `hashes` in `namespace`, or for all members of `group` (then `namespace` is 0)."""
+    """Lease the leading blocks of `hashes` in `namespace`, or for all members of `group` (then `namespace` is 0).
+
+    With `prompt`, and in a namespace with tails, one more block may follow them: one that begins as the prompt goes on.
+    """
 
     session: int
     lease: int
@@ -144,6 +159,7 @@ class Acquire:
     deadline_at: float
     namespace: int = 0
     group: str = ""
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +188,8 @@ class Commit:
     """Make filled slots visible and hold them under `lease` (made if it is new).
 
     `parents` [n, 4], or [1, 4]: the first block's parent, each further block's being the one before it.
-    `checksums` [n, 2] uint64 (xxh3-128, low word first) where the client has them.
+    `checksums` [n, 2] uint64 (xxh3-128, low word first) where the client has them. `tokens` [n × block_tokens]: in a namespace with
+    tails the blocks' token ids, which must hash to their names.
     """
 
     session: int
@@ -183,6 +200,7 @@ class Commit:
     hashes: Hashes
     parents: Hashes
     checksums: NDArray[np.uint64] | None = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -247,11 +265,15 @@ class Looked:
 
 @dataclass(frozen=True)
 class Acquired:
-    """`expected` leading blocks are on their way; `Granted` decisions follow, the first perhaps at once."""
+    """`expected` leading blocks are on their way; `Granted` decisions follow, the first perhaps at once.
+
+    With `tail_tokens` the last of them is no block of the prompt: only its first so many tokens are the prompt's.
+    """
 
     lease: int
     expected: int
     reason: EndReason
+    tail_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from kvstore.cache.messages import (
     Hashes,
     KeepKind,
     Priority,
+    Prompt,
     Refused,
     StartRead,
     Tier,
@@ -28,6 +29,7 @@ from kvstore.cache.moving import is_in_flight, make_room
 from kvstore.cache.sessions import group_of, open_session
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
+from kvstore.cache.tails import refuse_prompt, with_donor
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
         return Refused("FAILED_PRECONDITION", f"this session is no member of group {request.group!r}; JoinGroup first")
     if request.lease in session.leases or (group and request.lease in group.leases):
         return Refused("ALREADY_EXISTS", f"lease {request.lease} is in use; choose another id or release it")
-    if full := leases.may_begin(session, group):
-        return full
+    if refused := leases.may_begin(session, group) or refuse_prompt(state, request):
+        return refused
     empty = [array("i") for _ in members]
     lease = Lease(request.lease, session.id, request.group, members, empty, [array("I") for _ in members], ended=False)
     lease.deadline_at = request.deadline_at
@@ -73,8 +75,24 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
     session.leases[lease.id] = lease
     if group:
         group.leases[lease.id] = lease
+    if request.prompt is not None:
+        return _acquire_with_tail(state, session, lease, request, request.prompt)
     plan(state, session, lease, request.hashes, len(request.hashes))
     return Acquired(lease.id, len(lease), lease.reason)
+
+
+def _acquire_with_tail(state: State, session: Session, lease: Lease, request: Acquire, prompt: Prompt) -> Acquired:
+    """The donor of a tail is one more block of the lease, after those that were asked for."""
+    hashes, usable = with_donor(state, request, prompt)
+    asked = len(request.hashes)
+    plan(state, session, lease, hashes, asked)
+    if not usable or len(lease) < len(hashes):
+        return Acquired(lease.id, len(lease), lease.reason)
+    whole = len(hashes) - 1
+    lease.reason = _why_short(state, [state.index.find(request.namespace, request.hashes)], whole, asked)
+    state.counters["tail_hits"] += 1
+    state.counters["tail_hit_tokens"] += usable
+    return Acquired(lease.id, len(lease), lease.reason, usable)
 
 
 def plan(state: State, session: Session, lease: Lease, hashes: Hashes, asked: int, again: Again = FIRST) -> None:

@@ -7,13 +7,14 @@ then a new session of the same client may take the holds over (`resume`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from kvstore.cache import leases
 from kvstore.cache.holders import Group, Session
 from kvstore.cache.index import IN_FLIGHT
-from kvstore.cache.messages import MAX_SESSION_GROUPS, UNIT_BYTES, Attach, Done, EndReason, NamespaceSpec, Refused, SessionEnded
+from kvstore.cache.messages import MAX_SESSION_GROUPS, UNIT_BYTES, Attach, Done, EndReason, KeepKind, NamespaceSpec, Refused, SessionEnded
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 
@@ -22,11 +23,16 @@ LOOP_LAG_S = 0.25  # of the time between two ticks no more than this is silence:
 
 def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
     """The id of a namespace of this run; the same digest always answers the same id."""
+    if spec.tails and (spec.keep.kind is not KeepKind.ALL or not spec.block_tokens):
+        return Refused("INVALID_ARGUMENT", "tails need a namespace that keeps all blocks, and says how many tokens a block has")
     key = spec.tenant.encode() + b"\0" + spec.digest
     known = state.namespace_ids.get(key)
     if known is not None:
-        if state.spec(known) != spec:
+        if replace(state.spec(known), tails=spec.tails) != spec:
             return Refused("FAILED_PRECONDITION", "this namespace is open with another window; close it or use another kv_group")
+        if spec.tails:
+            state.namespaces[known] = spec
+            state.index.keep_tokens()
         return known
     for table in state.tables.values():
         if spec.slot_units > table.extent_units:
@@ -34,6 +40,8 @@ def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
             text = f"a block of {size} bytes exceeds an extent of {tier}, {limit}: use fewer tokens a block, or a larger {tier} tier"
             return Refused("OUT_OF_RANGE", text)
     state.namespaces.append(spec)
+    if spec.tails:
+        state.index.keep_tokens()
     state.namespace_ids[key] = len(state.namespaces) - 1
     return len(state.namespaces) - 1
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 Units = NDArray[np.uint32]
+Tokens = NDArray[np.uint32]
 
 UNIT_BYTES = 4096  # a slot's alignment: one page, and O_DIRECT's strictest common block size
 HASH_BYTES = 32  # SHA-256

@@ -30,6 +30,7 @@ from kvstore.cache.reading import use
 from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
+from kvstore.cache.tails import keep_tokens, refuse_tokens
 
 
 def reserve(state: State, request: Reserve) -> Reserved | Refused:
@@ -129,6 +130,8 @@ def commit(state: State, request: Commit) -> Committed | Refused:
     members = members_of(state, session.tenant, request.namespace, "")
     if isinstance(members, Refused):
         return members
+    if refused := refuse_tokens(state, request):
+        return refused
     lease = _lease_for(session, request)
     if isinstance(lease, Refused):
         return lease
@@ -137,8 +140,11 @@ def commit(state: State, request: Commit) -> Committed | Refused:
         return _commit_single(state, session, lease, request)
     if commit_fresh_chain(state, session, lease, request):
         none = np.zeros(count, np.uint32)
-        return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
-    return _commit_each(state, session, lease, request)
+        done = Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
+    else:
+        done = _commit_each(state, session, lease, request)
+    keep_tokens(state, request, done.outcomes)
+    return done
 
 
 def _commit_single(state: State, session: Session, lease: Lease, request: Commit) -> Committed:

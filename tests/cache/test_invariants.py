@@ -90,6 +90,11 @@ def block_count_wrong(state: State) -> None:
     state.dram.blocks += 1
 
 
+def token_changed(state: State) -> None:
+    assert state.index.tokens is not None
+    state.index.tokens.ids[state.index.tokens.first_at[_stored_row(state)], 0] += 1
+
+
 BREAKS: dict[str, Callable[[State], None]] = {
     "visible-after-stored": visible_before_stored,
     "never-wrong": checksum_lost,
@@ -101,6 +106,7 @@ BREAKS: dict[str, Callable[[State], None]] = {
     "isolated": stranger_admitted,
     "progress": candidate_forgotten,
     "honest": block_count_wrong,
+    "tokens-true": token_changed,
 }
 
 
@@ -113,3 +119,20 @@ def test_a_broken_rule_is_reported_by_its_name(rule: str) -> None:
     state = busy_state()
     BREAKS[rule](state)
     assert rule in {line.split(":")[0] for line in violations(state)}
+
+
+@pytest.mark.parametrize("lose", ["one chunk of two blocks", "one chunk of none", "a block that is not stored", "a count"])
+def test_misplaced_token_ids_are_reported(lose: str) -> None:
+    state = busy_state()
+    table, row = state.index.tokens, _stored_row(state)
+    assert table is not None
+    match lose:
+        case "one chunk of two blocks":
+            table.after_at[table.first_at[row]] = table.first_at[row + 1] or table.first_at[row - 1]
+        case "one chunk of none":
+            table.after_at[table.first_at[row]] = 0
+        case "a block that is not stored":
+            table.first_at[state.index.parent_at[row]] = table.first_at[row]
+        case _:
+            table.blocks += 1
+    assert "tokens-true" in {line.split(":")[0] for line in violations(state)}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.cache.core import Cache
-from kvstore.cache.messages import Abandon, Acquire, Claim, Release, Tier, TransferResult, Units
-from tests.cache.world import UNIT, Client, Path, World, chain, pack, sizes
+from kvstore.cache.messages import Abandon, Acquire, Claim, Commit, Refused, Release, Tier, TransferResult, Units
+from tests.cache.world import BLOCK_TOKENS, ROOT, TAILS, UNIT, Client, Path, World, chain, pack, sizes, tokens_of
 
 EXAMPLES = int(os.environ.get("KVSTORE_MACHINE_EXAMPLES", "2000"))  # sequences; the number that CI runs
 
@@ -104,7 +104,23 @@ class CacheMachine(RuleBasedStateMachine):
             keys = {key: slot for slot, key in client.reserved.items() if key}
             mine = [keys[key] for key in chain(path) if key in keys]
             slots, first = (mine, 0) if mine else (slots, first)
-        self.world.commit(client, slots[first:], path, lease)
+        self.world.commit(client, slots[first:], path, lease, bare=seed % 3 == 0)
+
+    @rule(seed=seeds, path=paths, lease=st.integers(1, 6), place=st.integers(0, BLOCK_TOKENS - 1))
+    def lie(self, seed: int, path: Path, lease: int, place: int) -> None:
+        """One token is not the block's."""
+        client = self._client(seed)
+        mine = [slot for slot, namespace in client.reserved_in.items() if namespace == TAILS] if client else []
+        if client is None or not mine:
+            return
+        tokens = np.array(tokens_of(path[:1]), np.uint32)
+        tokens[place] += 1
+        units, generations = (pack_one(value) for value in mine[0])
+        before = self.cache.stats()
+        request = Commit(client.session, lease, TAILS, units, generations, pack(chain(path[:1])), pack([ROOT]), tokens=tokens)
+        assert isinstance(self.cache.commit(request), Refused)
+        after = self.cache.stats()
+        assert (before.tiers, before.tail_blocks, before.sessions) == (after.tiers, after.tail_blocks, after.sessions)
 
     @rule(seed=seeds, namespace=namespaces, path=paths, lease=st.integers(1, 6), keep=st.booleans())
     def put(self, seed: int, namespace: int, path: Path, lease: int, keep: bool) -> None:
@@ -150,6 +166,13 @@ class CacheMachine(RuleBasedStateMachine):
             members = (1, 3) if name else (namespace,)
             request = Acquire(client.session, lease, pack(chain(path)), self.world.now + wait, 0 if name else namespace, name)
             self.world.acquired(client, lease, members, chain(path), self.cache.acquire(request, self.world.now))
+
+    @rule(seed=seeds, path=paths, lease=st.integers(1, 6), word=st.integers(0, 9), more=st.integers(0, BLOCK_TOKENS))
+    def acquire_on(self, seed: int, path: Path, lease: int, word: int, more: int) -> None:
+        """With a prompt that goes on after its whole blocks, or is just a path of which a part is stored."""
+        client = self._client(seed)
+        if client and lease not in client.leases and lease not in client.asked:
+            self.world.acquire_on(client, lease, path, tokens_of((word,))[:more])
 
     @rule(seed=seeds, other=seeds)
     def claim(self, seed: int, other: int) -> None:

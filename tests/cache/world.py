@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from kvstore.cache.core import Cache
 from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.invariants import all_leases, violations
 from kvstore.cache.messages import (
+    Acquire,
     Acquired,
     Attach,
     BlockOutcome,
@@ -19,12 +20,14 @@ from kvstore.cache.messages import (
     Committed,
     Decision,
     Done,
+    EndReason,
     Granted,
     Hashes,
     Keep,
     KeepKind,
     Mark,
     NamespaceSpec,
+    Prompt,
     Refused,
     Reserve,
     Reserved,
@@ -40,19 +43,28 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import CacheSizes
+from kvstore.hashing import block_hash
 
 EXTENT_UNITS = 4
 SMALL, LARGE = 1, 2  # units of the two slot sizes
 UNIT = 4096
+BLOCK_TOKENS = 20  # more than one chunk of ids
+TAILS = 1  # the namespace that has them
 ROOT = b"\0" * 32
 
 Path = tuple[int, ...]
 Slot = tuple[int, int]  # units, generation
 
 
+def tokens_of(path: Path) -> list[int]:
+    """The tokens of a path: each word is a block, and any two blocks begin with some of the same tokens."""
+    return [1 if i < 7 * word % BLOCK_TOKENS else word + 2 for word in path for i in range(BLOCK_TOKENS)]
+
+
+@functools.cache
 def key_of(path: Path) -> bytes:
     """The hash of the block that ends a path in a small tree of tokens; the empty path is the fingerprint."""
-    return hashlib.sha256(repr(path).encode()).digest() if path else ROOT
+    return block_hash(key_of(path[:-1]), tokens_of(path[-1:])) if path else ROOT
 
 
 def chain(path: Path) -> list[bytes]:
@@ -86,6 +98,7 @@ class Client:
     reserved_in: dict[Slot, int] = field(default_factory=dict)  # namespace
     leases: dict[int, list[list[tuple[Slot, object] | None]]] = field(default_factory=dict)  # per member, granted positions
     asked: dict[int, tuple[tuple[int, ...], list[bytes]]] = field(default_factory=dict)  # namespaces and keys of an acquire
+    donors: dict[int, list[bytes]] = field(default_factory=dict)  # of which an acquire's last block may be any
     marked: set[int] = field(default_factory=set)
     ended: bool = False
 
@@ -100,14 +113,16 @@ class World:
         self.nvme: dict[int, object] = {}
         self.records: dict[int, bytes] = {}  # nvme units -> key: what a restart would find
         self.truth: dict[tuple[int, bytes], object] = {}
+        self.paths: dict[bytes, Path] = {}  # of keys that were committed with their tokens
         self.spoiled: set[int] = set()  # units of dram whose content changed by itself
         self.pending: dict[int, StartRead | StartWrite | StartVerify | StartDelete] = {}
         self.clients: dict[int, Client] = {}
         self.next_session, self.next_id, self.contents = 1, 1, 0
-        spec = [(SMALL, Keep()), (LARGE, Keep()), (SMALL, Keep(KeepKind.WINDOW, 2))]
+        kinds = [(SMALL, Keep()), (LARGE, Keep()), (SMALL, Keep(KeepKind.WINDOW, 2))]
         self.units = {1: SMALL, 2: LARGE, 3: SMALL}
-        for i, (units, keep) in enumerate(spec):
-            assert cache.open_namespace(NamespaceSpec("default", bytes([i]) * 32, units, units * UNIT, keep)) == i + 1
+        for i, (units, keep) in enumerate(kinds):
+            spec = NamespaceSpec("default", bytes([i]) * 32, units, units * UNIT, keep, BLOCK_TOKENS, i + 1 == TAILS)
+            assert cache.open_namespace(spec) == i + 1
 
     # ---- the edge
 
@@ -154,7 +169,9 @@ class World:
                     held[member].append(None)
                     continue
                 content = self.dram[slot[0]]
-                assert content == self.truth[namespace, keys[grant.first + i]], "a granted block has the bytes that were committed"
+                position = grant.first + i
+                mine = [keys[position]] if position < len(keys) else client.donors[grant.lease]
+                assert content in [self.truth[namespace, key] for key in mine], "a granted block has the bytes that were committed"
                 assert slot[0] in client.marked, "a slot is marked before it is granted"
                 held[member].append((slot, content))
         if grant.ended and len(namespaces) == 2:
@@ -196,16 +213,21 @@ class World:
             elif outcome == BlockOutcome.EXISTS:
                 assert (namespace, named[i]) in self.truth
 
-    def commit(self, client: Client, slots: list[Slot], path: Path, lease: int) -> None:
+    def commit(self, client: Client, slots: list[Slot], path: Path, lease: int, bare: bool = False) -> None:
+        """`bare`: without token ids."""
         namespace = client.reserved_in[slots[0]]
         slots = [slot for slot in slots if client.reserved_in[slot] == namespace][: len(path)]
         keys = chain(path)[: len(slots)]
         for slot in slots:
             self._fill(slot[0], self._fresh())
         units, generations = (np.array(column, np.uint32) for column in zip(*slots, strict=True))
-        answer = self.cache.commit(Commit(client.session, lease, namespace, units, generations, pack(keys), pack([ROOT])))
+        tokens = None if bare or namespace != TAILS else np.array(tokens_of(path[: len(slots)]), np.uint32)
+        request = Commit(client.session, lease, namespace, units, generations, pack(keys), pack([ROOT]), tokens=tokens)
+        answer = self.cache.commit(request)
         if isinstance(answer, Refused):
             return
+        if tokens is not None:
+            self.paths.update((key, path[: i + 1]) for i, key in enumerate(keys))
         assert isinstance(answer, Committed)
         held = client.leases.setdefault(lease, [[]])
         for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
@@ -250,9 +272,42 @@ class World:
 
     def acquired(self, client: Client, lease: int, namespaces: tuple[int, ...], keys: list[bytes], answer: object) -> None:
         if isinstance(answer, Acquired):
-            assert answer.expected <= len(keys)
+            assert answer.expected - (answer.tail_tokens > 0) <= len(keys)
             client.asked[lease] = (namespaces, keys)
             client.leases[lease] = [[] for _ in namespaces]
+
+    def acquire_on(self, client: Client, lease: int, path: Path, after: list[int]) -> None:
+        """Acquire with a prompt: a path's tokens, some more, and the one that is always computed."""
+        before = self.cache.lookup("default", TAILS, "", pack(chain(path))).blocks  # type: ignore[union-attr]
+        tokens = [*tokens_of(path), *after]
+        prompt = Prompt(ROOT, np.array([*tokens, 99], np.uint32))
+        answer = self.cache.acquire(Acquire(client.session, lease, pack(chain(path)), self.now + 1, TAILS, prompt=prompt), self.now)
+        self.paths.update((key_of(path[:i]), path[:i]) for i in range(1, before + 1))  # it brought their tokens
+        self.acquired(client, lease, (TAILS,), chain(path), answer)
+        if isinstance(answer, Refused):
+            return
+        assert isinstance(answer, Acquired)
+        most, donors = self._naive_tail(path[:before], tokens[before * BLOCK_TOKENS :])
+        if answer.tail_tokens:
+            assert (answer.tail_tokens, answer.expected) == (most, before + 1)
+            client.asked[lease] = ((TAILS,), chain(path)[:before])
+            client.donors[lease] = donors
+        elif answer.expected == before and most:
+            assert answer.reason in (EndReason.NO_ROOM, EndReason.LIMIT), "a tail is found where there is one"
+
+    def _naive_tail(self, above: Path, tokens: list[int]) -> tuple[int, list[bytes]]:
+        """The most tokens that a stored block after `above` shares with these, and the blocks that do."""
+        index, best, donors = self.cache.state.index, 0, []
+        assert index.tokens is not None
+        for key, path in self.paths.items():
+            row = index.find_one(TAILS, key)
+            if path[:-1] != above or not index.tokens.first_at[row]:
+                continue
+            shared = common(tokens_of(path[-1:]), tokens)
+            if shared >= max(best, 1):
+                donors = [key] if shared > best else [*donors, key]
+                best = shared
+        return best, donors
 
     def claimed(self, client: Client, lease: int, source: Client, member: int, answer: object) -> None:
         if isinstance(answer, Claimed) and client is not source:
@@ -316,6 +371,14 @@ class World:
                     for units in job.units.tolist():
                         self.records.pop(units, None)
         self.cache.transfer_done(TransferDone(transfer, result, checksum), self.now)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    return shared
 
 
 def summed(content: object) -> tuple[int, int]:
