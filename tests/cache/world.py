@@ -277,17 +277,17 @@ class World:
             client.leases[lease] = [[] for _ in namespaces]
 
     def acquire_on(self, client: Client, lease: int, path: Path, after: list[int]) -> None:
-        """Acquire with a prompt: a path's tokens, some more, and the one that is always computed."""
+        """Acquire with a prompt: a path's tokens and some more. Its last token is always computed."""
         before = self.cache.lookup("default", TAILS, "", pack(chain(path))).blocks  # type: ignore[union-attr]
         tokens = [*tokens_of(path), *after]
-        prompt = Prompt(ROOT, np.array([*tokens, 99], np.uint32))
+        prompt = Prompt(ROOT, np.array(tokens, np.uint32))
         answer = self.cache.acquire(Acquire(client.session, lease, pack(chain(path)), self.now + 1, TAILS, prompt=prompt), self.now)
         self.paths.update((key_of(path[:i]), path[:i]) for i in range(1, before + 1))  # it brought their tokens
         self.acquired(client, lease, (TAILS,), chain(path), answer)
         if isinstance(answer, Refused):
             return
         assert isinstance(answer, Acquired)
-        most, donors = self._naive_tail(path[:before], tokens[before * BLOCK_TOKENS :])
+        most, donors = self._naive_tail(path[:before], tokens[before * BLOCK_TOKENS : -1])
         if answer.tail_tokens:
             assert (answer.tail_tokens, answer.expected) == (most, before + 1)
             client.asked[lease] = ((TAILS,), chain(path)[:before])
