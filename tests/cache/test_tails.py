@@ -49,22 +49,20 @@ class Bench:
 
     def __init__(self, blocks: int = 64, size: int = SIZE, tails: bool = True, index_blocks: int = 0, nvme_blocks: int = 0) -> None:
         self.size, self.leases = size, 0
-        fixed = {"dram_extent_bytes": blocks * UNIT, "nvme_extent_bytes": nvme_blocks * UNIT, "index_blocks": index_blocks}
-        self.cache = Cache(CacheSizes(blocks * UNIT, nvme_blocks * UNIT, **fixed))
+        self.cache = Cache(CacheSizes(blocks * UNIT, nvme_blocks * UNIT, blocks * UNIT, nvme_blocks * UNIT, index_blocks))
         self.cache.open_namespace(NamespaceSpec("t", bytes(32), 1, UNIT, ALL_BLOCKS, size, tails))
         self.cache.attach(Attach(1, "t"), 0.0)
 
-    def put(self, prompt: list[int], tokens: list[int] | None = None, keep: bool = False, bare: bool = False) -> Committed | Refused:
+    def put(self, prompt: list[int], tokens: list[int] | None = None, bare: bool = False, parent: bytes = ROOT) -> Committed | Refused:
         """Store a prompt's whole blocks, with their tokens or other ones."""
         hashes = unpack_hashes(block_hashes(ROOT, prompt, self.size))
         slots = self.cache.reserve(Reserve(1, 1, 1, len(hashes)))
         assert isinstance(slots, Reserved)
         ids = np.array(prompt if tokens is None else tokens, np.uint32)[: len(hashes) * self.size]
         self.leases += 1
-        request = Commit(1, self.leases, 1, slots.units, slots.generations, hashes, unpack_hashes(ROOT), tokens=None if bare else ids)
+        request = Commit(1, self.leases, 1, slots.units, slots.generations, hashes, unpack_hashes(parent), tokens=None if bare else ids)
         done = self.cache.commit(request)
-        if not keep:
-            self.cache.release(Release(1, self.leases))
+        self.cache.release(Release(1, self.leases))
         self.cache.abandon(Abandon(1, 1))  # what existed already
         self.cache.drain()
         return done
@@ -239,6 +237,14 @@ def test_who_reads_cannot_give_a_block_ids_that_are_not_its_own() -> None:
     bench.check()
 
 
+def test_a_block_that_hangs_from_another_parent_is_no_donor() -> None:
+    bench = Bench()
+    bench.put([1] * 4, bare=True, parent=b"s" * 32)
+    bench.put([1] * 4)
+    assert bench.cache.stats().tail_blocks == 0
+    bench.check()
+
+
 def recovered(bench: Bench, *prompts: list[int]) -> None:
     """Blocks as a disk has them: without token ids."""
     hashes = [unpack_hashes(block_hashes(ROOT, tokens, SIZE)) for tokens in prompts]
@@ -288,12 +294,12 @@ def test_of_equal_donors_one_in_memory_is_taken(promoted: int) -> None:
     recovered(bench, [1, 1, 1, 2], [1, 1, 1, 3])
     for last in (2, 3):
         bench.get([1, 1, 1, last, 4])
-        for transfer in list(bench.cache.state.transfers.values()):
-            result = TransferResult.OK if last == promoted else TransferResult.NO_SPACE
-            bench.cache.transfer_done(TransferDone(transfer.id, result, (0, 0)), 0.0)
-        bench.cache.drain()
-    assert bench.get([1, 1, 1, 4]) == (0, 3)
-    assert not bench.cache.state.transfers
+    reads = list(bench.cache.state.transfers.values())
+    bench.cache.transfer_done(TransferDone(reads[promoted - 2].id, TransferResult.OK, (0, 0)), 0.0)
+    bench.cache.drain()
+    assert bench.ask([1, 1, 1, 4]) == Acquired(3, 1, EndReason.COMPLETE, 3)
+    (grant,) = [each for each in bench.cache.drain() if isinstance(each, Granted)]
+    assert grant.units.shape == (1, 1)
     bench.check()
 
 

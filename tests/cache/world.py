@@ -297,7 +297,8 @@ class World:
 
     def _naive_tail(self, above: Path, tokens: list[int]) -> tuple[int, list[bytes]]:
         """The most tokens that a stored block after `above` shares with these, and the blocks that do."""
-        index, best, donors = self.cache.state.index, 0, []
+        index, best = self.cache.state.index, 0
+        donors: list[bytes] = []
         assert index.tokens is not None
         for key, path in self.paths.items():
             row = index.find_one(TAILS, key)
