@@ -18,12 +18,13 @@ import grpc.aio
 from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.aio_link import AsyncLink
+from kvstore.clients.blocks import Tokens
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.link import Unmapped
 from kvstore.clients.put import Put
-from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
+from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity

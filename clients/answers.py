@@ -26,6 +26,7 @@ class Expected:
 
     blocks: int
     reason: str
+    tail_tokens: int = 0  # not 0: the last of them is a donor, of which so many tokens are usable
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def read_answer(reply: pb.OpReply) -> Answer:
     """One reply of a batch."""
     match reply.WhichOneof("kind"):
         case "acquired":
-            return Expected(reply.acquired.expected_blocks, reply.acquired.reason)
+            return Expected(reply.acquired.expected_blocks, reply.acquired.reason, reply.acquired.tail_tokens)
         case "slots":
             slots = reply.slots
             return Slotted(

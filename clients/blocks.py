@@ -7,24 +7,56 @@ live leases.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.errors import GeometryError
 from kvstore.geometry import Geometry
+
+Tokens = Sequence[int] | NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What finds a partial tail: all token ids of a prompt, and the hash before its first block (the fingerprint)."""
+
+    tokens: Tokens
+    root: bytes
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A stored block, the donor, whose first `tokens` tokens are those of the prompt after its whole blocks. At least one."""
+
+    unit: int
+    generation: int
+    tokens: int
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Parallel arrays, one row a slot: `units` [n] uint32 (offset in 4 KiB units), `generations` [n] uint32."""
+    """Parallel arrays, one row a slot: `units` [n] uint32 (offset in 4 KiB units), `generations` [n] uint32.
+
+    `tail`, only from an acquire with a prompt: what is usable beyond these blocks. It is under the same lease, as one more block
+    after them: copy its first tokens to a slot of your own (`worker.tails`), then `release(lease, keep_blocks=len(slots))`.
+    """
 
     units: NDArray[np.uint32]
     generations: NDArray[np.uint32]
+    tail: Tail | None = None
 
     def __len__(self) -> int:
         return len(self.units)
+
+
+def require_tails(geometry: Geometry) -> None:
+    """Raises GeometryError where the first tokens of a block are of no use without the rest."""
+    if not geometry.tokens_apart:
+        raise GeometryError("such blocks have no tails: use kv1, with one scale a token or none; or open the store without tails")
 
 
 class BlockStore(Protocol):
@@ -38,18 +70,26 @@ class BlockStore(Protocol):
     def arena(self) -> NDArray[np.uint8]:
         """The whole DRAM arena, writable. Write only into slots that are reserved and not yet committed."""
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+    @property
+    def tails(self) -> bool:
+        """Whether token ids are kept, so that an acquire finds partial tails. Where not, those given to it are of no use, and no error."""
+
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
         """Lease the leading blocks of packed `hashes` that the store has, brought into DRAM; they stay until `release`.
 
-        Fewer than asked, down to none, where blocks are missing, could not be read, or the timeout passed.
+        Fewer than asked, down to none, where blocks are missing, could not be read, or the timeout passed. With `prompt` (then `hashes`
+        may be empty) a partial tail too: whole blocks and tail together never reach the prompt's last token, if `hashes` does not.
         Raises errors.Unavailable when the store is gone (the caller goes on without it).
         """
 
     def reserve(self, count: int) -> Slots:
         """Up to `count` slots to fill, private until committed. Fewer when the store is full of held blocks."""
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
         """Publish filled slots as consecutive blocks of one chain, and hold them under `lease`. Returns at once.
+
+        `tokens`: all ids of these blocks, which makes them donors of tails; where they do not hash to the blocks' names nothing is
+        published. None for blocks with extra keys.
 
         `hashes` 32 bytes a slot; `parent` the hash before the first. Where a block exists already the slot stays private:
         it remains readable by this caller until `abandon`. Failures are counted and never raised here.

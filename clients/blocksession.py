@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from kvstore import errors
 from kvstore.clients import requests
 from kvstore.clients.answers import Answer, Failed, Slotted
-from kvstore.clients.blocks import Slots
+from kvstore.clients.blocks import Prompt, Slots, Tokens
 from kvstore.clients.channel import CALL_TIMEOUT_S, OPTIONS, error_of
 from kvstore.clients.handles import OUTCOME_NAMES, STORED, Attached
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.steps import GRACE_S
 from kvstore.geometry import Geometry
-from kvstore.hashing import HASH_BYTES
+from kvstore.hashing import HASH_BYTES, token_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
@@ -62,6 +62,7 @@ class BlockSession:
         self._outcomes: Counter[str] = Counter()
         self._closed = False
         self._retry_at = 0.0
+        self._tails = False
         self._live = self._connect(None)  # replaced whole, under _attaching
 
     @property
@@ -75,18 +76,26 @@ class BlockSession:
         return self._live[1].arena.writable
 
     @property
+    def tails(self) -> bool:
+        """Whether the daemon keeps token ids; see BlockStore."""
+        return self._tails
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """How many blocks were committed, by outcome (`stored`, `exists`, ...; `failed` for operations that did nothing)."""
         with self._idle:
             return dict(self._outcomes)
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
         """Lease the leading blocks that the store has; see BlockStore."""
         link, attached, namespace_id = self._ready()
         asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * HASH_BYTES])
+        op = requests.acquire(lease, namespace_id, asked, timeout_s, prompt if self._tails else None)
+        if prompt is not None and not op.acquire.hashes and not op.acquire.token_ids:
+            return Slots(np.zeros(0, np.uint32), np.zeros(0, np.uint32))
         with _held(attached):
             try:
-                granting = link.take(requests.acquire(lease, namespace_id, asked, timeout_s), timeout_s + GRACE_S)
+                granting = link.take(op, timeout_s + GRACE_S)
             except _GONE as error:
                 raise errors.Unavailable(str(error)) from error
             if isinstance(granting.error, _GONE):
@@ -96,7 +105,9 @@ class BlockSession:
                     self._remember(lease, attached)
         if not granting.settled:
             self._tell(attached, [requests.release(lease, keep_blocks=granting.blocks)])
-        return Slots(granting.units[0], granting.generations[0])
+        tail = granting.tail
+        whole = granting.blocks - (tail is not None)
+        return Slots(granting.units[0, :whole], granting.generations[0, :whole], tail)
 
     def reserve(self, count: int) -> Slots:
         """Up to `count` slots to fill; see BlockStore."""
@@ -123,13 +134,17 @@ class BlockSession:
             self._reserved.update((int(units), (attached, reservation)) for units in answer.units)
         return Slots(answer.units, answer.generations)
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
         """Publish filled slots as consecutive blocks of one chain; see BlockStore."""
-        for start in range(0, len(slots), requests.MAX_BLOCKS_PER_CALL):
-            end = start + requests.MAX_BLOCKS_PER_CALL
+        size, step = 4 * self._geometry.block_tokens, requests.MAX_BLOCKS_PER_CALL
+        ids = token_bytes(tokens) if tokens is not None and self._tails and size <= 4 * requests.MAX_TOKENS_PER_CALL else b""
+        if ids:
+            step = min(step, requests.MAX_TOKENS_PER_CALL // self._geometry.block_tokens)
+        for start in range(0, len(slots), step):
+            end = start + step
             before = hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else parent
             part = Slots(slots.units[start:end], slots.generations[start:end])
-            self._commit(lease, part, hashes[start * HASH_BYTES : end * HASH_BYTES], before)
+            self._commit(lease, part, hashes[start * HASH_BYTES : end * HASH_BYTES], before, ids[start * size : end * size])
 
     def abandon(self, slots: Slots) -> None:
         """Give reserved slots back; see BlockStore."""
@@ -173,7 +188,7 @@ class BlockSession:
 
     # ----
 
-    def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, ids: bytes) -> None:
         link, attached, namespace_id = self._live
         with self._idle:
             owned = [self._reserved.get(int(units), (None, 0))[0] is attached for units in slots.units]
@@ -184,7 +199,8 @@ class BlockSession:
             self._remember(lease, attached)
             self._pending += 1
         slots = Slots(slots.units[:count], slots.generations[:count])
-        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent)
+        ids = ids[: 4 * count * self._geometry.block_tokens]
+        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent, ids)
         try:
             link.submit([op])[0].add_done_callback(partial(self._committed, slots))
         except errors.KVStoreError as error:
@@ -256,4 +272,5 @@ class BlockSession:
         except errors.KVStoreError:
             link.close()
             raise
+        self._tails = reply.tails
         return link, opened, reply.namespace_id

@@ -17,14 +17,14 @@ import grpc
 
 from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
-from kvstore.clients.blocks import BlockStore
+from kvstore.clients.blocks import BlockStore, Tokens, require_tails
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.put import Put
-from kvstore.clients.requests import KEEP_ALL, Keep, Tokens
+from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
@@ -115,9 +115,14 @@ class KVClient:
             raise
         self._run(writing.finish_put(namespace, put))
 
-    def open_blocks(self, identity: Identity, geometry: Geometry, shard: str = "") -> BlockStore:
-        """The store as a paged KV cache uses it, with a session of its own. Raises Unavailable where the arena cannot be mapped."""
-        request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL)
+    def open_blocks(self, identity: Identity, geometry: Geometry, shard: str = "", *, tails: bool = False) -> BlockStore:
+        """The store as a paged KV cache uses it, with a session of its own. Raises Unavailable where the arena cannot be mapped.
+
+        `tails`: have token ids kept, so that an acquire finds partial tails; raises GeometryError where a block's layout has none.
+        """
+        if tails:
+            require_tails(geometry)
+        request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL, tails)
         return BlockSession(self.place, geometry, request, self._hello)
 
     # ---- operations

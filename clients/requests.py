@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import hashing
+from kvstore.clients.blocks import Prompt, Tokens
 from kvstore.clients.handles import Namespace
 from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.geometry import Geometry
@@ -18,10 +18,10 @@ from kvstore.hashing import HASH_BYTES, Identity
 from kvstore.proto import kvstore_pb2 as pb
 
 MAX_BLOCKS_PER_CALL = 8192  # the daemon's bound: a 131,072-token prompt in blocks of 16
+MAX_TOKENS_PER_CALL = 524_288  # token ids: the daemon's bound, half of the largest message
 MODEL_FACTS = ("model", "revision", "tokenizer", "position", "dtype")  # an identity without adapter and salt
 
 Words = NDArray[np.uint32]
-Tokens = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,10 @@ class Keep:
 KEEP_ALL = Keep()
 
 
-def open_namespace(identity: Identity, geometry: Geometry, shard: str, kv_group: str, keep: Keep) -> pb.OpenNamespaceRequest:
-    """The request that names a namespace by all its facts."""
+def open_namespace(
+    identity: Identity, geometry: Geometry, shard: str, kv_group: str, keep: Keep, tails: bool = False
+) -> pb.OpenNamespaceRequest:
+    """The request that names a namespace by all its facts. `tails`: have it keep token ids."""
     fields = identity.fields()
     return pb.OpenNamespaceRequest(
         facts={name: fields[name] for name in MODEL_FACTS},
@@ -44,6 +46,7 @@ def open_namespace(identity: Identity, geometry: Geometry, shard: str, kv_group:
         shard=shard,
         kv_group=kv_group,
         keep=pb.Keep(kind=keep.kind, window_tokens=keep.window_tokens),
+        tails=tails,
     )
 
 
@@ -99,9 +102,13 @@ def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens 
     return checked_hashes(hashing.block_hashes(root, tokens, block_tokens)[: hashing.HASH_BYTES * usable])
 
 
-def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float) -> pb.Op:
-    """Lease the leading blocks."""
-    return pb.Op(acquire=pb.Acquire(lease=lease, namespace_id=namespace_id, hashes=hashes, timeout_s=timeout_s))
+def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> pb.Op:
+    """Lease the leading blocks, and with a prompt a partial tail; one that is too long for a call is left out."""
+    op = pb.Acquire(lease=lease, namespace_id=namespace_id, hashes=hashes, timeout_s=timeout_s)
+    if prompt is not None and 0 < len(prompt.tokens) <= MAX_TOKENS_PER_CALL:
+        checked_parent(prompt.root)
+        op.token_ids, op.root = hashing.token_bytes(prompt.tokens), prompt.root
+    return pb.Op(acquire=op)
 
 
 def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: bytes = b"") -> pb.Op:
@@ -109,12 +116,12 @@ def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: byte
     return pb.Op(reserve=pb.Reserve(reservation=reservation, namespace_id=namespace_id, count=count, hashes=hashes))
 
 
-def commit(lease: int, namespace_id: int, slots: tuple[Words, Words], hashes: bytes, parents: bytes) -> pb.Op:
-    """Publish filled slots (units, generations). `parents` is one hash for a chain, or one a block."""
+def commit(lease: int, namespace_id: int, slots: tuple[Words, Words], hashes: bytes, parents: bytes, token_ids: bytes = b"") -> pb.Op:
+    """Publish filled slots (units, generations). `parents` is one hash for a chain, or one a block; `token_ids` all of theirs, packed."""
     units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots)
-    return pb.Op(
-        commit=pb.Commit(lease=lease, namespace_id=namespace_id, units=units, generations=generations, hashes=hashes, parents=parents)
-    )
+    op = pb.Commit(lease=lease, namespace_id=namespace_id, units=units, generations=generations, hashes=hashes, parents=parents)
+    op.token_ids = token_ids
+    return pb.Op(commit=op)
 
 
 def abandon(reservation: int, slots: tuple[Words, Words] | None = None) -> pb.Op:

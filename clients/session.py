@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from kvstore import errors
 from kvstore.clients.answers import Answer, Expected, Failed, read_answer
+from kvstore.clients.blocks import Tail
 from kvstore.proto import kvstore_pb2 as pb
 
 MAX_OPS_PER_BATCH = 1024  # the daemon refuses more; 128 sequences of a decode step need at most a few each
+MAX_TOKENS_PER_BATCH = 524_288  # token ids, likewise: half of the largest message
 MAX_BLOCKS_PER_BATCH = 8192  # the daemon's bound on all operations of a batch together: 256 KiB of hashes
 MAX_QUEUED_OPS = 65_536  # operations submitted and not yet sent: far past any step, reached only when the daemon does not read
 
@@ -54,6 +56,15 @@ class Granting:
     generations: NDArray[np.uint32] = field(default_factory=lambda: np.zeros((1, 0), np.uint32))
     ended: str = ""  # why no more will come; "" while more may
     error: errors.KVStoreError | None = None
+    expected: int = 0  # blocks that the lease was to have
+    tail_tokens: int = 0  # not 0: the last expected block is a donor, of which so many tokens are usable
+
+    @property
+    def tail(self) -> Tail | None:
+        """The donor of a partial tail, once it is readable: the last block."""
+        if not self.tail_tokens or self.blocks < self.expected:
+            return None
+        return Tail(int(self.units[0, -1]), int(self.generations[0, -1]), self.tail_tokens)
 
     @property
     def blocks(self) -> int:
@@ -184,11 +195,12 @@ class Session:
         self._last_batch += 1
         batch = pb.Batch(number=self._last_batch)
         tickets: list[int] = []
-        blocks = 0
+        blocks = tokens = 0
         while self._queued and len(tickets) < MAX_OPS_PER_BATCH:
             ticket, op = self._queued[0]
             blocks += op_blocks(op)
-            if tickets and blocks > MAX_BLOCKS_PER_BATCH:
+            tokens += (len(op.acquire.token_ids) + len(op.commit.token_ids)) // 4
+            if tickets and (blocks > MAX_BLOCKS_PER_BATCH or tokens > MAX_TOKENS_PER_BATCH):
                 break
             self._queued.popleft()
             tickets.append(ticket)
@@ -257,8 +269,10 @@ class Session:
         granting = self._granting[lease]
         if isinstance(answer, Failed):
             granting.error = answer.error
-        elif isinstance(answer, Expected) and answer.blocks == 0:
-            granting.ended = answer.reason
+        elif isinstance(answer, Expected):
+            granting.expected, granting.tail_tokens = answer.blocks, answer.tail_tokens
+            if answer.blocks == 0:
+                granting.ended = answer.reason
         return [Settled(lease, granting)] if granting.settled else []
 
     def _granted(self, grant: pb.Grant) -> list[Event]:

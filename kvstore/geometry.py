@@ -198,6 +198,11 @@ class Geometry:
         parts = () if self.kind == "mla" else (2,)
         return _dense(self.scales_offset_bytes, (self.layers, *parts, *self._scale_shape), self.quant.scale_dtype)
 
+    @property
+    def tokens_apart(self) -> bool:
+        """Whether the first tokens of a block can be used without the rest: kv1, and no scale is for several tokens."""
+        return self.format == "kv1" and (self.quant is None or self.quant.granularity == "token")
+
     def with_layers(self, layers: int) -> Self:
         """The same layout for a part of the layers, as a pipeline stage holds."""
         return replace(self, layers=layers)

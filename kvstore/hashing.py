@@ -116,7 +116,7 @@ def namespace_digest(fields: Mapping[str, str]) -> bytes:
 def block_hash(parent: bytes, tokens: Sequence[int] | NDArray[np.integer], extra: ExtraPairs = ()) -> bytes:
     """The hash of one block under its parent (32 bytes; the fingerprint for the first block)."""
     _check_hash(parent, "parent")
-    ids = _token_bytes(tokens)
+    ids = token_bytes(tokens)
     return hashlib.sha256(parent + struct.pack("<I", len(ids) // 4) + ids + _extra_bytes(extra)).digest()
 
 
@@ -136,7 +136,7 @@ def block_hashes(
     _check_hash(root, "root")
     if block_tokens < 1:
         raise InvalidArgument(f"block_tokens is {block_tokens}; give at least 1")
-    ids = _token_bytes(tokens)
+    ids = token_bytes(tokens)
     extra_of = {block: _extra_bytes(pairs) for block, pairs in extras.items()} if extras else {}
     if extra_of and min(extra_of) < 0:
         raise InvalidArgument(f"extras name block {min(extra_of)}; count blocks from 0")
@@ -184,8 +184,8 @@ def _check_hash(value: bytes, name: str) -> None:
         raise InvalidArgument(f"{name} has {len(value)} bytes; give the {HASH_BYTES} bytes of a hash")
 
 
-def _token_bytes(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
-    """All ids as little-endian 32-bit numbers, converted at once."""
+def token_bytes(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
+    """All ids as little-endian 32-bit numbers, converted at once. Raises InvalidArgument for what is no flat sequence of them."""
     if type(tokens) is list and tokens and type(tokens[0]) is int:
         # The usual case, a prompt, takes a sixth of the time this way. What does not fit is told below.
         with contextlib.suppress(TypeError, OverflowError):

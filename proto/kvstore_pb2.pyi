@@ -53,7 +53,7 @@ class Keep(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., window_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("facts", "geometry", "shard", "kv_group", "keep")
+    __slots__ = ("facts", "geometry", "shard", "kv_group", "keep", "tails")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,26 +66,30 @@ class OpenNamespaceRequest(_message.Message):
     SHARD_FIELD_NUMBER: _ClassVar[int]
     KV_GROUP_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
     facts: _containers.ScalarMap[str, str]
     geometry: Geometry
     shard: str
     kv_group: str
     keep: Keep
-    def __init__(self, facts: _Optional[_Mapping[str, str]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., shard: _Optional[str] = ..., kv_group: _Optional[str] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ...) -> None: ...
+    tails: bool
+    def __init__(self, facts: _Optional[_Mapping[str, str]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., shard: _Optional[str] = ..., kv_group: _Optional[str] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., tails: _Optional[bool] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
-    __slots__ = ("epoch", "namespace_id", "digest", "slot_bytes", "block_bytes")
+    __slots__ = ("epoch", "namespace_id", "digest", "slot_bytes", "block_bytes", "tails")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     namespace_id: int
     digest: bytes
     slot_bytes: int
     block_bytes: int
-    def __init__(self, epoch: _Optional[str] = ..., namespace_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    tails: bool
+    def __init__(self, epoch: _Optional[str] = ..., namespace_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tails: _Optional[bool] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("session", "group", "namespace_ids", "epoch")
@@ -166,18 +170,22 @@ class Op(_message.Message):
     def __init__(self, acquire: _Optional[_Union[Acquire, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class Acquire(_message.Message):
-    __slots__ = ("lease", "namespace_id", "group", "hashes", "timeout_s")
+    __slots__ = ("lease", "namespace_id", "group", "hashes", "timeout_s", "token_ids", "root")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
     lease: int
     namespace_id: int
     group: str
     hashes: bytes
     timeout_s: float
-    def __init__(self, lease: _Optional[int] = ..., namespace_id: _Optional[int] = ..., group: _Optional[str] = ..., hashes: _Optional[bytes] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    token_ids: bytes
+    root: bytes
+    def __init__(self, lease: _Optional[int] = ..., namespace_id: _Optional[int] = ..., group: _Optional[str] = ..., hashes: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., token_ids: _Optional[bytes] = ..., root: _Optional[bytes] = ...) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("lease", "group", "namespace_id")
@@ -300,14 +308,16 @@ class OpReply(_message.Message):
     def __init__(self, acquired: _Optional[_Union[Acquired, _Mapping]] = ..., slots: _Optional[_Union[SlotReply, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Acquired(_message.Message):
-    __slots__ = ("lease", "expected_blocks", "reason")
+    __slots__ = ("lease", "expected_blocks", "reason", "tail_tokens")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     lease: int
     expected_blocks: int
     reason: str
-    def __init__(self, lease: _Optional[int] = ..., expected_blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    tail_tokens: int
+    def __init__(self, lease: _Optional[int] = ..., expected_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., tail_tokens: _Optional[int] = ...) -> None: ...
 
 class SlotReply(_message.Message):
     __slots__ = ("id", "outcomes", "units", "generations")
@@ -529,7 +539,7 @@ class SessionStats(_message.Message):
     def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., held_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s", "waiting_writes")
+    __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s", "waiting_writes", "tail_blocks", "tail_bytes", "tail_capacity_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -548,6 +558,9 @@ class StatsReply(_message.Message):
     SCRUB_PASSES_FIELD_NUMBER: _ClassVar[int]
     SCRUB_PASS_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_WRITES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TAIL_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     version: str
     uptime_s: float
@@ -559,7 +572,10 @@ class StatsReply(_message.Message):
     scrub_passes: int
     scrub_pass_s: float
     waiting_writes: int
-    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., scrub_passes: _Optional[int] = ..., scrub_pass_s: _Optional[float] = ..., waiting_writes: _Optional[int] = ...) -> None: ...
+    tail_blocks: int
+    tail_bytes: int
+    tail_capacity_bytes: int
+    def __init__(self, epoch: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., index_capacity_blocks: _Optional[int] = ..., index_used_blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., scrub_passes: _Optional[int] = ..., scrub_pass_s: _Optional[float] = ..., waiting_writes: _Optional[int] = ..., tail_blocks: _Optional[int] = ..., tail_bytes: _Optional[int] = ..., tail_capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("namespace_id", "epoch")

@@ -144,6 +144,9 @@ def _gauges(figures: Figures) -> Iterator[Metric]:
     for name, text, value in (
         ("kvstore_index_capacity_blocks", "Blocks that the index has room for", figures.cache.index_capacity_blocks),
         ("kvstore_index_used_blocks", "Rows of the index in use", figures.cache.index_used_blocks),
+        ("kvstore_tail_blocks", "Blocks whose token ids are kept, in namespaces with tails", figures.cache.tail_blocks),
+        ("kvstore_tail_bytes", "What these token ids take, beside the index and the tiers", figures.cache.tail_bytes),
+        ("kvstore_tail_capacity_bytes", "What token ids may take; 0 where no namespace has tails", figures.cache.tail_capacity_bytes),
         ("kvstore_waiting_writes", "Blocks that wait to be copied down", figures.cache.waiting_writes),
         ("kvstore_waiting_reads", "Blocks that wait to be copied up", figures.reads_queued),
         ("kvstore_transfers_out", "Blocks being copied now", figures.blocks_out),

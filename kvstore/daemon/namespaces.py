@@ -26,6 +26,7 @@ class KnownNamespace:
     fields: Mapping[str, str]  # what the digest is of
     geometry: Geometry
     keep: Keep
+    tails: bool = False  # for the rest of this run: blocks of an earlier one have no token ids
 
     def stored_facts(self) -> dict[str, Any]:
         """JSON that `Namespaces.reopen` reads back."""
@@ -46,7 +47,9 @@ class Namespaces:
         geometry = wire.geometry_of(request.geometry)
         shard, kv_group = wire.text_of(request.shard, "shard"), wire.text_of(request.kv_group, "kv_group")
         fields = namespace_fields(tenant, wire.identity_of(request), geometry, shard, kv_group)
-        return self._opened(tenant, fields, geometry, wire.keep_of(request.keep, geometry.block_tokens))
+        if request.tails:
+            wire.check_tails(geometry)
+        return self._opened(tenant, fields, geometry, wire.keep_of(request.keep, geometry.block_tokens), request.tails)
 
     def reopen(self, facts: Mapping[str, Any]) -> KnownNamespace:
         """A namespace of an earlier run, from what `stored_facts` gave. Raises FormatError."""
@@ -72,9 +75,9 @@ class Namespaces:
         """All namespaces that this tenant has open."""
         return [each for each in self._open.values() if each.tenant == tenant]
 
-    def _opened(self, tenant: str, fields: Mapping[str, str], geometry: Geometry, keep: Keep) -> KnownNamespace:
+    def _opened(self, tenant: str, fields: Mapping[str, str], geometry: Geometry, keep: Keep, tails: bool = False) -> KnownNamespace:
         digest = namespace_digest(fields)
-        spec = NamespaceSpec(tenant, digest, geometry.slot_units, geometry.block_bytes, keep, geometry.block_tokens)
+        spec = NamespaceSpec(tenant, digest, geometry.slot_units, geometry.block_bytes, keep, geometry.block_tokens, tails)
         known = next((each for each in self.of_tenant(tenant) if each.digest == digest), None)
         if known is None and len(self._open) >= MAX_NAMESPACES:
             raise errors.LimitExceeded(f"{MAX_NAMESPACES} namespaces are open, which is the most; restart the daemon to forget unused ones")
@@ -82,5 +85,6 @@ class Namespaces:
         if isinstance(answer, Refused):
             raise wire.refusal(answer)
         self.facts[answer] = NamespaceFacts(digest, geometry.slot_units, geometry.block_bytes)
-        self._open[answer] = KnownNamespace(answer, tenant, digest, dict(fields), geometry, keep)
+        tails = tails or (known is not None and known.tails)
+        self._open[answer] = KnownNamespace(answer, tenant, digest, dict(fields), geometry, keep, tails)
         return self._open[answer]

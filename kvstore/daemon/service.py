@@ -59,6 +59,7 @@ class Service(KVStoreServicer):
             digest=namespace.digest,
             slot_bytes=geometry.slot_bytes,
             block_bytes=geometry.block_bytes,
+            tails=namespace.tails,
         )
 
     async def JoinGroup(self, request: pb.JoinGroupRequest, context: Context) -> pb.JoinGroupReply:  # noqa: N802
@@ -159,6 +160,9 @@ class Service(KVStoreServicer):
             scrub_passes=figures.scrub_passes,
             waiting_writes=figures.waiting_writes,
             scrub_pass_s=figures.scrub_pass_s,
+            tail_blocks=figures.tail_blocks,
+            tail_bytes=figures.tail_bytes,
+            tail_capacity_bytes=figures.tail_capacity_bytes,
         )
         for tier, numbers in figures.tiers.items():
             name = tier.name.lower()

@@ -247,8 +247,9 @@ class SessionStream:
             case Acquire():
                 outcome = self._hub.cache.acquire(request, self._hub.now)
                 if isinstance(outcome, Acquired):
-                    self._counts[kind, "block_hit"] += outcome.expected
-                    self._counts[kind, "block_miss"] += len(request.hashes) - outcome.expected
+                    whole = outcome.expected - (outcome.tail_tokens > 0)
+                    self._counts[kind, "block_hit"] += whole
+                    self._counts[kind, "block_miss"] += len(request.hashes) - whole
             case Claim():
                 outcome = self._hub.cache.claim(request)
             case Reserve():

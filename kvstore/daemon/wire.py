@@ -28,10 +28,12 @@ from kvstore.cache.messages import (
     Keep,
     KeepKind,
     Outcome,
+    Prompt,
     Refused,
     Release,
     Reserve,
     Reserved,
+    Tokens,
     Units,
     unpack_hashes,
 )
@@ -41,6 +43,7 @@ from kvstore.proto import kvstore_pb2 as pb
 
 MAX_OPS_PER_BATCH = 1024  # operations: 128 sequences of a decode step need a few each
 MAX_GROUP_MEMBERS = 256  # namespaces: 64 tensor-parallel shards of a model with four KV groups
+MAX_TOKENS_PER_BATCH = 524_288  # token ids: 2 MiB, half of the largest message
 MAX_TEXT_CHARS = 4096  # of a name or a fact: a position holds every rope parameter as JSON, which is some hundred
 MAX_TIMEOUT_S = 3600.0  # an hour: a longer wait for blocks is a mistake in the unit
 MAX_GRANT_SLOTS = 65_536  # slots in one Grant: 512 KiB, far below the largest message
@@ -67,6 +70,13 @@ def words_of(packed: bytes, count: int, what: str) -> Units:
     """`count` packed 32-bit numbers."""
     if len(packed) != 4 * count:
         raise errors.InvalidArgument(f"{what} has {len(packed)} bytes for {count} blocks; give 4 a block")
+    return np.frombuffer(packed, "<u4")
+
+
+def tokens_of(packed: bytes) -> Tokens:
+    """Packed token ids, at most a batch's."""
+    if len(packed) % 4:
+        raise errors.InvalidArgument(f"token_ids has {len(packed)} bytes; give 4 a token")
     return np.frombuffer(packed, "<u4")
 
 
@@ -126,6 +136,15 @@ def geometry_of(message: pb.Geometry) -> Geometry:
     )
 
 
+def check_tails(geometry: Geometry) -> None:
+    """Raises GeometryError where a block's first tokens are of no use without the rest."""
+    if not geometry.tokens_apart:
+        raise errors.GeometryError(
+            f"format {geometry.format!r} with quant {geometry.fields()['quant'] or 'none'} has no tails: "
+            "use kv1, with one scale a token or none; or open the namespace without tails"
+        )
+
+
 def keep_of(message: pb.Keep, block_tokens: int) -> Keep:
     """What a namespace keeps of a sequence; a window in tokens becomes the blocks that cover it."""
     kinds = [kind.value for kind in KeepKind]
@@ -147,6 +166,9 @@ def check_batch(batch: pb.Batch) -> None:
     blocks = sum(_blocks_of(op) for op in batch.ops)
     if blocks > MAX_BLOCKS_PER_BATCH:
         raise errors.LimitExceeded(f"a batch names {blocks} blocks, the most is {MAX_BLOCKS_PER_BATCH}; split it")
+    tokens = sum(len(op.acquire.token_ids) + len(op.commit.token_ids) for op in batch.ops) // 4
+    if tokens > MAX_TOKENS_PER_BATCH:
+        raise errors.LimitExceeded(f"a batch has {tokens} token ids, the most is {MAX_TOKENS_PER_BATCH}; split it, or send none")
 
 
 def _blocks_of(op: pb.Op) -> int:
@@ -158,9 +180,7 @@ def input_of(op: pb.Op, session: int, now: float, longest_wait_s: float) -> Inpu
     """One operation of a session's batch."""
     match op.WhichOneof("kind"):
         case "acquire":
-            timeout_s = seconds_of(op.acquire.timeout_s, "timeout_s", longest_wait_s)
-            namespace, group = _whose(op.acquire.namespace_id, op.acquire.group)
-            return Acquire(session, id_of(op.acquire.lease, "lease"), hashes_of(op.acquire.hashes), now + timeout_s, namespace, group)
+            return _acquire_of(op.acquire, session, now, longest_wait_s)
         case "claim":
             claim = op.claim
             return Claim(session, id_of(claim.lease, "lease"), text_of(claim.group, "group"), claim.namespace_id)
@@ -174,6 +194,18 @@ def input_of(op: pb.Op, session: int, now: float, longest_wait_s: float) -> Inpu
             return Release(session, id_of(op.release.lease, "lease"), op.release.keep_blocks)
         case _:
             raise errors.InvalidArgument("an operation is empty; set one of acquire, claim, reserve, commit, abandon, release")
+
+
+def _acquire_of(acquire: pb.Acquire, session: int, now: float, longest_wait_s: float) -> Acquire:
+    timeout_s = seconds_of(acquire.timeout_s, "timeout_s", longest_wait_s)
+    namespace, group = _whose(acquire.namespace_id, acquire.group)
+    prompt = None
+    if acquire.token_ids:
+        if len(acquire.root) != HASH_BYTES:
+            raise errors.InvalidArgument(f"root has {len(acquire.root)} bytes; with token_ids give the hash before the first block")
+        prompt = Prompt(acquire.root, tokens_of(acquire.token_ids))
+    hashes = hashes_of(acquire.hashes) if acquire.hashes or prompt is None else unpack_hashes(b"")
+    return Acquire(session, id_of(acquire.lease, "lease"), hashes, now + timeout_s, namespace, group, prompt)
 
 
 def _whose(namespace: int, group: str) -> tuple[int, str]:
@@ -209,6 +241,7 @@ def _commit_of(commit: pb.Commit, session: int) -> Commit:
         hashes,
         parents,
         checksums,
+        tokens_of(commit.token_ids) if commit.token_ids else None,
     )
 
 
@@ -230,8 +263,9 @@ def _abandon_of(abandon: pb.Abandon, session: int) -> Abandon:
 def reply_of(outcome: Outcome, request_id: int) -> pb.OpReply:
     """What one operation answered. `request_id`: its lease or reservation."""
     match outcome:
-        case Acquired(lease, expected, reason):
-            return pb.OpReply(acquired=pb.Acquired(lease=lease, expected_blocks=expected, reason=reason))
+        case Acquired(lease, expected, reason, tail_tokens):
+            acquired = pb.Acquired(lease=lease, expected_blocks=expected, reason=reason, tail_tokens=tail_tokens)
+            return pb.OpReply(acquired=acquired)
         case Claimed(lease, units, generations):
             return pb.OpReply(slots=pb.SlotReply(id=lease, units=packed(units), generations=packed(generations)))
         case Reserved(_, outcomes, units, generations) | Committed(_, outcomes, units, generations):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.core import Cache, CacheStats
 from kvstore.cache.messages import (
+    ALL_BLOCKS,
     Abandon,
     Acquire,
     Attach,
@@ -23,16 +24,18 @@ from kvstore.cache.messages import (
     Committed,
     Granted,
     NamespaceSpec,
+    Prompt,
     Refused,
     Release,
     Reserve,
     unpack_hashes,
 )
 from kvstore.cache.state import CacheSizes
-from kvstore.clients.blocks import Slots
+from kvstore.clients import blocks
+from kvstore.clients.blocks import Slots, Tail, Tokens
 from kvstore.errors import ConfigError, from_code
 from kvstore.geometry import Geometry, namespace_fields
-from kvstore.hashing import Identity, namespace_digest
+from kvstore.hashing import Identity, namespace_digest, token_bytes
 
 T = TypeVar("T")
 
@@ -43,22 +46,25 @@ _TENANT = "local"
 class StandaloneStore:
     """A `BlockStore` over `arena_bytes` of this process's memory. Raises ConfigError where not even one block fits.
 
+    `tails`: keep token ids for partial tails; raises GeometryError where a block's layout has none.
     After `close`, all calls that give something raise SessionEnded.
     """
 
-    def __init__(self, identity: Identity, geometry: Geometry, arena_bytes: int) -> None:
+    def __init__(self, identity: Identity, geometry: Geometry, arena_bytes: int, *, tails: bool = False) -> None:
         slots = arena_bytes // geometry.slot_bytes
         if slots < 1:
             raise ConfigError(f"standalone arena: {arena_bytes} bytes asked, one block takes {geometry.slot_bytes}; give more memory")
+        if tails:
+            blocks.require_tails(geometry)
         size_bytes = slots * geometry.slot_bytes
-        self._geometry = geometry
+        self._geometry, self._tails = geometry, tails
         self._arena = _memory(size_bytes)
         self._lock = threading.Lock()
         self._reservations = itertools.count(1)
         # One slot size, so one extent over everything: none of it is left over.
         self._cache = Cache(CacheSizes(dram_bytes=size_bytes, dram_extent_bytes=size_bytes))
         digest = namespace_digest(namespace_fields(_TENANT, identity, geometry))
-        spec = NamespaceSpec(_TENANT, digest, geometry.slot_units, geometry.block_bytes)
+        spec = NamespaceSpec(_TENANT, digest, geometry.slot_units, geometry.block_bytes, ALL_BLOCKS, geometry.block_tokens, tails)
         self._namespace = _checked(self._cache.open_namespace(spec))
         _checked(self._cache.attach(Attach(_SESSION, _TENANT), time.monotonic()))
         self._failed_commits = 0
@@ -73,16 +79,24 @@ class StandaloneStore:
         """The whole arena, writable."""
         return self._arena
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
-        """Lease the leading blocks that are here. Never waits: there is no slower tier."""
+    @property
+    def tails(self) -> bool:
+        """Whether token ids are kept."""
+        return self._tails
+
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: blocks.Prompt | None = None) -> Slots:
+        """Lease the leading blocks that are here, and a partial tail. Never waits: there is no slower tier."""
+        told = Prompt(prompt.root, _ids(prompt.tokens)) if prompt is not None and self._tails else None
         with self._lock:
             now = time.monotonic()
-            request = Acquire(_SESSION, lease, unpack_hashes(hashes), now + timeout_s, namespace=self._namespace)
-            _checked(self._cache.acquire(request, now))
+            request = Acquire(_SESSION, lease, unpack_hashes(hashes), now + timeout_s, namespace=self._namespace, prompt=told)
+            acquired = _checked(self._cache.acquire(request, now))
             granted = [decision for decision in self._cache.drain() if isinstance(decision, Granted) and decision.lease == lease]
-        units = [np.zeros(0, np.uint32), *(grant.units[0] for grant in granted)]
-        generations = [np.zeros(0, np.uint32), *(grant.generations[0] for grant in granted)]
-        return Slots(np.concatenate(units).astype(np.uint32), np.concatenate(generations).astype(np.uint32))
+        units = np.concatenate([np.zeros(0, np.uint32), *(grant.units[0] for grant in granted)]).astype(np.uint32)
+        generations = np.concatenate([np.zeros(0, np.uint32), *(grant.generations[0] for grant in granted)]).astype(np.uint32)
+        if not acquired.tail_tokens:
+            return Slots(units, generations)
+        return Slots(units[:-1], generations[:-1], Tail(int(units[-1]), int(generations[-1]), acquired.tail_tokens))
 
     def reserve(self, count: int) -> Slots:
         """Up to `count` slots to fill; fewer where everything else is held."""
@@ -92,11 +106,13 @@ class StandaloneStore:
             self._cache.drain()
         return Slots(reserved.units, reserved.generations)
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
         """Publish filled slots; those whose block exists stay private to the caller."""
+        ids = _ids(tokens) if tokens is not None and self._tails else None
         with self._lock:
             words = unpack_hashes(hashes)
-            request = Commit(_SESSION, lease, self._namespace, slots.units, slots.generations, words, unpack_hashes(parent))
+            parents = unpack_hashes(parent)
+            request = Commit(_SESSION, lease, self._namespace, slots.units, slots.generations, words, parents, tokens=ids)
             done = self._cache.commit(request)
             self._cache.drain()
             fine = (BlockOutcome.STORED, BlockOutcome.EXISTS)
@@ -130,6 +146,10 @@ class StandaloneStore:
         with self._lock:
             self._cache.detach(_SESSION)
             self._cache.drain()
+
+
+def _ids(tokens: Tokens) -> NDArray[np.uint32]:
+    return np.frombuffer(token_bytes(tokens), "<u4")
 
 
 def _memory(size_bytes: int) -> NDArray[np.uint8]:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.cache.core import Cache
 from kvstore.cache.messages import Abandon, Acquire, Claim, Commit, Refused, Release, Tier, TransferResult, Units
+from tests.cache.prompts import acquire_on
 from tests.cache.world import BLOCK_TOKENS, ROOT, TAILS, UNIT, Client, Path, World, chain, pack, sizes, tokens_of
 
 EXAMPLES = int(os.environ.get("KVSTORE_MACHINE_EXAMPLES", "2000"))  # sequences; the number that CI runs
@@ -172,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
         """With a prompt that goes on after its whole blocks, or is just a path of which a part is stored."""
         client = self._client(seed)
         if client and lease not in client.leases and lease not in client.asked:
-            self.world.acquire_on(client, lease, path, tokens_of((word,))[:more])
+            acquire_on(self.world, client, lease, path, tokens_of((word,))[:more])
 
     @rule(seed=seeds, other=seeds)
     def claim(self, seed: int, other: int) -> None:

@@ -37,7 +37,7 @@ from kvstore.cache.state import CacheSizes
 from kvstore.cache.tails import MAX_CHILDREN
 from kvstore.cache.tokens import CHUNK_BYTES, CHUNK_TOKENS, ROW_BYTES
 from kvstore.hashing import block_hashes, usable_blocks
-from tests.cache.world import common
+from tests.cache.prompts import common
 
 UNIT = 4096
 ROOT = b"r" * 32

@@ -11,7 +11,6 @@ from kvstore.cache.core import Cache
 from kvstore.cache.index import HAS_CHECKSUM
 from kvstore.cache.invariants import all_leases, violations
 from kvstore.cache.messages import (
-    Acquire,
     Acquired,
     Attach,
     BlockOutcome,
@@ -20,14 +19,12 @@ from kvstore.cache.messages import (
     Committed,
     Decision,
     Done,
-    EndReason,
     Granted,
     Hashes,
     Keep,
     KeepKind,
     Mark,
     NamespaceSpec,
-    Prompt,
     Refused,
     Reserve,
     Reserved,
@@ -276,40 +273,6 @@ class World:
             client.asked[lease] = (namespaces, keys)
             client.leases[lease] = [[] for _ in namespaces]
 
-    def acquire_on(self, client: Client, lease: int, path: Path, after: list[int]) -> None:
-        """Acquire with a prompt: a path's tokens and some more. Its last token is always computed."""
-        before = self.cache.lookup("default", TAILS, "", pack(chain(path))).blocks  # type: ignore[union-attr]
-        tokens = [*tokens_of(path), *after]
-        prompt = Prompt(ROOT, np.array(tokens, np.uint32))
-        answer = self.cache.acquire(Acquire(client.session, lease, pack(chain(path)), self.now + 1, TAILS, prompt=prompt), self.now)
-        self.paths.update((key_of(path[:i]), path[:i]) for i in range(1, before + 1))  # it brought their tokens
-        self.acquired(client, lease, (TAILS,), chain(path), answer)
-        if isinstance(answer, Refused):
-            return
-        assert isinstance(answer, Acquired)
-        most, donors = self._naive_tail(path[:before], tokens[before * BLOCK_TOKENS : -1])
-        if answer.tail_tokens:
-            assert (answer.tail_tokens, answer.expected) == (most, before + 1)
-            client.asked[lease] = ((TAILS,), chain(path)[:before])
-            client.donors[lease] = donors
-        elif answer.expected == before and most:
-            assert answer.reason in (EndReason.NO_ROOM, EndReason.LIMIT), "a tail is found where there is one"
-
-    def _naive_tail(self, above: Path, tokens: list[int]) -> tuple[int, list[bytes]]:
-        """The most tokens that a stored block after `above` shares with these, and the blocks that do."""
-        index, best = self.cache.state.index, 0
-        donors: list[bytes] = []
-        assert index.tokens is not None
-        for key, path in self.paths.items():
-            row = index.find_one(TAILS, key)
-            if path[:-1] != above or not index.tokens.first_at[row]:
-                continue
-            shared = common(tokens_of(path[-1:]), tokens)
-            if shared >= max(best, 1):
-                donors = [key] if shared > best else [*donors, key]
-                best = shared
-        return best, donors
-
     def claimed(self, client: Client, lease: int, source: Client, member: int, answer: object) -> None:
         if isinstance(answer, Claimed) and client is not source:
             client.leases[lease] = [list(source.leases[lease][member])]
@@ -372,14 +335,6 @@ class World:
                     for units in job.units.tolist():
                         self.records.pop(units, None)
         self.cache.transfer_done(TransferDone(transfer, result, checksum), self.now)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
-    shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
-        shared += 1
-    return shared
 
 
 def summed(content: object) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.core import CacheStats
 from kvstore.cache.messages import Tier
-from kvstore.clients.blocks import BlockStore, Slots
+from kvstore.clients.blocks import BlockStore, Prompt, Slots, Tokens
 from kvstore.errors import KVStoreError
 from kvstore.geometry import Geometry
 from kvstore.worker.model import LoadedModel
@@ -39,10 +39,14 @@ class Watched:
     def arena(self) -> NDArray[np.uint8]:
         return self.inner.arena
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+    @property
+    def tails(self) -> bool:
+        return self.inner.tails
+
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
         if self.acquire_error:
             raise self.acquire_error
-        slots = self.inner.acquire(lease, hashes[: 32 * self.grant_at_most], timeout_s)
+        slots = self.inner.acquire(lease, hashes[: 32 * self.grant_at_most], timeout_s, prompt)
         self.acquired.append(slots)
         return slots
 
@@ -53,11 +57,11 @@ class Watched:
         self.reserved.append(slots)
         return slots
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
         self.committed.append((slots, hashes))
         if self.on_commit:
             self.on_commit(slots, hashes)
-        self.inner.commit(lease, slots, hashes, parent)
+        self.inner.commit(lease, slots, hashes, parent, tokens)
 
     def abandon(self, slots: Slots) -> None:
         self.inner.abandon(slots)
