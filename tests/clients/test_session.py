@@ -8,7 +8,19 @@ import pytest
 from kvstore import errors
 from kvstore.clients import requests
 from kvstore.clients.answers import Expected, Failed, Finished, Slotted
-from kvstore.clients.session import MAX_BLOCKS_PER_BATCH, MAX_OPS_PER_BATCH, Answered, Opened, Over, Session, Settled, State, Welcomed
+from kvstore.clients.blocks import Prompt, Tail
+from kvstore.clients.session import (
+    MAX_BLOCKS_PER_BATCH,
+    MAX_OPS_PER_BATCH,
+    MAX_TOKENS_PER_BATCH,
+    Answered,
+    Opened,
+    Over,
+    Session,
+    Settled,
+    State,
+    Welcomed,
+)
 from kvstore.proto import kvstore_pb2 as pb
 
 EPOCH = "e1"
@@ -225,3 +237,36 @@ def test_more_operations_than_are_ever_sent_are_refused() -> None:
     session.submit(many)
     with pytest.raises(errors.ResourceExhausted):
         session.submit(many)
+
+
+def test_a_batch_has_no_more_token_ids_than_the_daemon_takes() -> None:
+    session = opened()
+    each = Prompt([1] * (MAX_TOKENS_PER_BATCH // 2), bytes(32))
+    session.submit([requests.acquire(lease, 1, b"", 1.0, each) for lease in (1, 2, 3)])
+    assert [len(sent_batch(session).ops) for _ in range(2)] == [2, 1]
+
+
+def test_the_last_block_is_a_tails_donor_once_all_are_granted() -> None:
+    session = opened()
+    session.submit([requests.acquire(3, 1, bytes(64), 1.0, Prompt([1] * 40, bytes(32)))])
+    number = sent_batch(session).number
+    acquired = pb.OpReply(acquired=pb.Acquired(lease=3, expected_blocks=3, reason="complete", tail_tokens=5))
+    session.receive(server(reply=pb.BatchReply(number=number, replies=[acquired])))
+    session.receive(server(grant=pb.Grant(lease=3, members=1, units=words(10, 20), generations=words(1, 2))))
+    granting = session.granting(3)
+    assert granting is not None
+    assert granting.tail is None
+    session.receive(server(grant=pb.Grant(lease=3, first_block=2, members=1, units=words(30), generations=words(3), ended="complete")))
+    assert granting.tail == Tail(30, 3, 5)
+
+
+def test_a_donor_that_did_not_come_is_no_tail() -> None:
+    session = opened()
+    session.submit([requests.acquire(3, 1, bytes(64), 1.0, Prompt([1] * 40, bytes(32)))])
+    number = sent_batch(session).number
+    acquired = pb.OpReply(acquired=pb.Acquired(lease=3, expected_blocks=3, reason="complete", tail_tokens=5))
+    session.receive(server(reply=pb.BatchReply(number=number, replies=[acquired])))
+    session.receive(server(grant=pb.Grant(lease=3, members=1, units=words(10, 20), generations=words(1, 2), ended="failed")))
+    granting = session.granting(3)
+    assert granting is not None
+    assert (granting.blocks, granting.tail) == (2, None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import errors
+from kvstore import errors, hashing
 from kvstore.cache.messages import (
     Acquire,
     Acquired,
@@ -26,6 +26,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.clients import requests
 from kvstore.clients.answers import Expected, Failed, Finished, Slotted, read_answer
+from kvstore.clients.blocks import Prompt
 from kvstore.daemon import wire
 from kvstore.proto import kvstore_pb2 as pb
 from tests.blocks import GEOMETRY, IDENTITY, chain
@@ -69,7 +70,9 @@ def ops(draw: st.DrawFn) -> pb.Op:
         pb.Op(acquire=pb.Acquire(lease=number, namespace_id=count, hashes=packed, timeout_s=float(count))),
         pb.Op(claim=pb.Claim(lease=number, namespace_id=count)),
         pb.Op(reserve=pb.Reserve(reservation=number, namespace_id=1, count=count, hashes=packed)),
+        pb.Op(acquire=pb.Acquire(lease=number, namespace_id=count, hashes=packed, token_ids=other, root=packed[:32])),
         pb.Op(commit=pb.Commit(lease=number, namespace_id=count, units=packed, generations=other, hashes=packed, parents=other)),
+        pb.Op(commit=pb.Commit(lease=1, units=bytes(4), generations=bytes(4), hashes=bytes(32), parents=bytes(32), token_ids=other)),
         pb.Op(abandon=pb.Abandon(reservation=number, units=packed, generations=other)),
         pb.Op(release=pb.Release(lease=number, keep_blocks=count)),
     )
@@ -100,11 +103,24 @@ def test_what_the_client_writes_the_daemon_reads() -> None:
     assert commit.units.tolist() == [1, 2, 3]
     assert commit.generations.tolist() == [9, 8, 7]
     assert commit.parents.shape == (1, 4)
+    assert commit.tokens is None
+    tokens = [0, 1, 2**32 - 1]
+    commit = to_input(requests.commit(5, 2, slots, hashes, bytes(32), hashing.token_bytes(tokens)))
+    assert isinstance(commit, Commit)
+    assert commit.tokens is not None
+    assert commit.tokens.tolist() == tokens
+    for asked in (hashes, b""):
+        acquire = to_input(requests.acquire(5, 2, asked, 1.5, Prompt(tokens, b"r" * 32)))
+        assert isinstance(acquire, Acquire)
+        assert acquire.prompt is not None
+        assert (acquire.prompt.root, acquire.prompt.tokens.tolist()) == (b"r" * 32, tokens)
+        assert acquire.hashes.tobytes() == asked
 
 
 def test_what_the_daemon_answers_the_client_reads() -> None:
     numbers = np.array([4, 5], np.uint32)
     assert read_answer(wire.reply_of(Acquired(5, 2, EndReason.MISSING), 5)) == Expected(2, "missing")
+    assert read_answer(wire.reply_of(Acquired(5, 2, EndReason.MISSING, 7), 5)) == Expected(2, "missing", 7)
     assert read_answer(wire.reply_of(Done(3), 5)) == Finished(3)
     slotted = read_answer(wire.reply_of(Reserved(6, np.array([1, 5], np.uint8), numbers, numbers + 1), 6))
     assert isinstance(slotted, Slotted)
@@ -140,6 +156,9 @@ def test_a_time_that_is_none_is_refused(timeout_s: float) -> None:
         (requests.acquire(1, 0, bytes(32), 1), "one of them"),
         (requests.acquire(1, 1, b"", 1), "at least one"),
         (requests.acquire(1, 1, bytes(33), 1), "32 a block"),
+        (pb.Op(acquire=pb.Acquire(lease=1, namespace_id=1, hashes=bytes(32), token_ids=bytes(5), root=bytes(32))), "token_ids"),
+        (pb.Op(acquire=pb.Acquire(lease=1, namespace_id=1, hashes=bytes(32), token_ids=bytes(4), root=bytes(31))), "root"),
+        (pb.Op(acquire=pb.Acquire(lease=1, namespace_id=1, root=bytes(32))), "at least one"),
         (requests.reserve(1, 1), "one of them"),
         (requests.reserve(1, 1, count=1, hashes=bytes(32)), "one of them"),
         (requests.reserve(0, 1, count=1), "reservation"),
@@ -164,6 +183,9 @@ def test_a_batch_has_bounds_on_operations_and_on_blocks() -> None:
         wire.check_batch(pb.Batch(ops=[requests.release(1)] * 1025))
     with pytest.raises(errors.LimitExceeded, match="8192"):
         wire.check_batch(pb.Batch(ops=[requests.reserve(1, 1, count=8000), requests.acquire(1, 1, bytes(32 * 200), 1)]))
+    acquire = pb.Acquire(lease=1, namespace_id=1, token_ids=bytes(2**20), root=bytes(32))
+    with pytest.raises(errors.LimitExceeded, match="524288"):
+        wire.check_batch(pb.Batch(ops=[pb.Op(acquire=acquire), pb.Op(commit=pb.Commit(token_ids=bytes(2**20 + 4)))]))
     with pytest.raises(errors.LimitExceeded):
         wire.check_batch(pb.Batch())
 
@@ -248,5 +270,6 @@ def test_both_sides_know_the_same_limits() -> None:
     from kvstore.daemon import server
 
     assert session.MAX_OPS_PER_BATCH == wire.MAX_OPS_PER_BATCH
+    assert session.MAX_TOKENS_PER_BATCH == requests.MAX_TOKENS_PER_CALL == wire.MAX_TOKENS_PER_BATCH
     assert session.MAX_BLOCKS_PER_BATCH == requests.MAX_BLOCKS_PER_CALL == messages.MAX_BLOCKS_PER_BATCH
     assert channel.MAX_MESSAGE_BYTES == server.MAX_MESSAGE_BYTES > 2 * wire.MAX_REPLY_BYTES

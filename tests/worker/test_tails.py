@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import urllib.request
 from collections.abc import Iterator
 
 import grpc
@@ -194,6 +195,10 @@ def test_ids_are_figures_of_their_own_and_not_of_the_disk(daemon: DaemonProcess)
         assert after.tail_blocks - before.tail_blocks == 3
         assert after.tail_bytes - before.tail_bytes == 3 * 76
         assert after.tail_capacity_bytes >= 76 * after.index_capacity_blocks
+        with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=5) as reply:
+            lines = reply.read().decode().splitlines()
+        assert f"kvstore_tail_blocks {float(after.tail_blocks)}" in lines
+        assert f"kvstore_tail_bytes {float(after.tail_bytes)}" in lines
         store.close()
 
 
