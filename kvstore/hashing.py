@@ -157,6 +157,20 @@ def _chain(root: bytes, ids: bytes, block_tokens: int, extra_of: Mapping[int, by
     return b"".join(hashes)
 
 
+def misnamed_blocks(hashes: bytes, parents: bytes, ids: bytes, block_tokens: int) -> list[int]:
+    """Which blocks (without extra) are not named by the hash of their tokens under their parent, by number.
+
+    hashes, parents   32 bytes a block;  ids   4 × block_tokens bytes a block: little-endian 32-bit token ids
+    """
+    step, head, sha256 = 4 * block_tokens, struct.pack("<I", block_tokens), hashlib.sha256
+    names = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
+    return [
+        block
+        for block, name in enumerate(names)
+        if sha256(parents[HASH_BYTES * block : HASH_BYTES * (block + 1)] + head + ids[step * block : step * (block + 1)]).digest() != name
+    ]
+
+
 def opaque_block_hash(fingerprint: bytes, scheme: str, engine_hash: bytes) -> bytes:
     """The name of a block that an engine hashed by its own `scheme` ("vllm/sha256_cbor").
 

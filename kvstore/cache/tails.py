@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from kvstore.cache.finding import present_in
 from kvstore.cache.index import Rows
-from kvstore.cache.messages import Acquire, BlockOutcome, Commit, Hashes, Prompt, Refused, Tier, Tokens, pack_hashes
+from kvstore.cache.messages import Acquire, BlockOutcome, Commit, Hashes, Prompt, Refused, Tier, Tokens, pack_hashes, unpack_hashes
 from kvstore.cache.state import State
-from kvstore.hashing import block_hash, block_hashes
+from kvstore.hashing import misnamed_blocks
 
 MAX_CHILDREN = 128  # blocks after one block that are looked at, newest first: some 20 µs of the event loop
 MAX_LEARNED = 256  # blocks whose ids one acquire may bring: 0.2 ms of hashing
@@ -30,38 +30,43 @@ def refuse_tokens(state: State, request: Commit) -> Refused | None:
     if len(request.tokens) != len(request.hashes) * spec.block_tokens:
         text = f"{len(request.tokens)} token ids for {len(request.hashes)} blocks of {spec.block_tokens}; give all of each block, or none"
         return Refused("INVALID_ARGUMENT", text)
-    wrong = ~_are_true(request.hashes, parents_of(request), request.tokens.reshape(len(request.hashes), -1))
-    if not wrong.any():
+    wrong = misnamed_blocks(pack_hashes(request.hashes), _packed_parents(request), request.tokens.tobytes(), spec.block_tokens)
+    if not wrong:
         return None
     state.counters["wrong_tokens"] += 1
-    block = int(np.argmax(wrong))
-    text = f"token_ids: those of block {block} do not hash to its name; send the block's own, and none for one with extra keys"
+    text = f"token_ids: those of block {wrong[0]} do not hash to its name; send the block's own, and none for one with extra keys"
     return Refused("INVALID_ARGUMENT", text)
 
 
-def parents_of(request: Commit) -> Hashes:
-    """One parent a block. [n, 4]"""
-    if len(request.parents) == len(request.hashes):
-        return request.parents
-    return np.concatenate([request.parents[:1], request.hashes[:-1]])
-
-
-def _are_true(hashes: Hashes, parents: Hashes, tokens: Tokens) -> NDArray[np.bool_]:
-    """Which blocks' ids [n, block_tokens] hash to their names. [n]"""
-    if (parents[1:] == hashes[:-1]).all() and block_hashes(parents[0].tobytes(), tokens.ravel(), tokens.shape[1]) == pack_hashes(hashes):
-        return np.ones(len(hashes), bool)
-    pairs = zip(hashes, parents, tokens, strict=True)
-    return np.array([block_hash(parent.tobytes(), mine) == key.tobytes() for key, parent, mine in pairs], bool)
+def _packed_parents(request: Commit) -> bytes:
+    """One parent a block."""
+    parents = pack_hashes(request.parents)
+    return parents if len(request.parents) == len(request.hashes) else parents + pack_hashes(request.hashes[:-1])
 
 
 def keep_tokens(state: State, request: Commit, outcomes: NDArray[np.uint8]) -> None:
     """After a commit: keep the ids, which are right, of blocks that are stored and had none."""
     if request.tokens is None:
         return
+    if len(outcomes) == 1:  # as of a sequence that grows
+        if outcomes[0] in (BlockOutcome.STORED, BlockOutcome.EXISTS):
+            _keep_one(state, request, request.tokens)
+        return
     done = np.flatnonzero((outcomes == BlockOutcome.STORED) | (outcomes == BlockOutcome.EXISTS))
     rows = state.index.find(request.namespace, request.hashes[done])
-    lacking = _lacking(state, rows, parents_of(request)[done])
+    lacking = _lacking(state, rows, unpack_hashes(_packed_parents(request))[done])
     _put(state, rows[lacking], request.tokens.reshape(len(request.hashes), -1)[done[lacking]])
+
+
+def _keep_one(state: State, request: Commit, tokens: Tokens) -> None:
+    index, table = state.index, state.index.tokens
+    row = index.find_one(request.namespace, request.hashes.tobytes())
+    if table is None or not row or table.first_at[row] or index.hash_bytes(index.parent_at[row]) != request.parents.tobytes():
+        return
+    if table.room(len(tokens)):
+        table.put_one(row, tokens)
+    else:
+        state.counters["tokens_not_kept"] += 1
 
 
 def _lacking(state: State, rows: Rows, parents: Hashes) -> NDArray[np.intp]:
@@ -126,7 +131,8 @@ def _learn(state: State, request: Acquire, prompt: Prompt, rows: Rows) -> None:
     hashes, tokens = request.hashes[:known], prompt.tokens[: known * size].reshape(known, size)
     parents = np.concatenate([np.frombuffer(prompt.root, "<u8").reshape(1, 4), hashes[:-1]])
     lacking = _lacking(state, rows, parents)[:MAX_LEARNED]
-    lacking = lacking[_are_true(hashes[lacking], parents[lacking], tokens[lacking])] if lacking.size else lacking
+    wrong = misnamed_blocks(pack_hashes(hashes[lacking]), pack_hashes(parents[lacking]), tokens[lacking].tobytes(), size)
+    lacking = np.delete(lacking, wrong)
     _put(state, rows[lacking], tokens[lacking])
 
 

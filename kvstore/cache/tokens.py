@@ -66,6 +66,22 @@ class TokenTable:
         self.first[rows] = chunks[:, 0]
         self.blocks += count
 
+    def put_one(self, row: int, tokens: Tokens) -> None:
+        """`put` for one row."""
+        before = 0
+        for start in range(0, len(tokens), CHUNK_TOKENS):
+            if self._freed_count:
+                self._freed_count -= 1
+                chunk = int(self._freed[self._freed_count])
+            else:
+                chunk, self._fresh = self._fresh, self._fresh + 1
+            piece = tokens[start : start + CHUNK_TOKENS]
+            self.ids[chunk, : len(piece)] = piece
+            self.after_at[chunk] = 0
+            (self.after_at if before else self.first_at)[before or row] = chunk
+            before = chunk
+        self.blocks += 1
+
     def _take(self, count: int) -> Rows:
         again = min(count, self._freed_count)
         self._freed_count -= again
