@@ -16,6 +16,7 @@ BENCHES = {
     "load": "the worker's engine under arriving requests, beside transformers' batching and vLLM, on the same ones",
     "multiturn": "conversations that go on after their KV went to the disk, with the store and without it",
     "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",
+    "tails": "tokens found with partial tails and without, on a made-up conversation load",
     "replay": "how much of a trace's prompts a cache of each size would have kept from being computed",
 }
 
