@@ -50,6 +50,8 @@ def _table(facts: dict[str, Any]) -> list[str]:
     for name in CLASSES:
         lines.append(f"{name:<14}" + "".join(f"{format_bytes(tier['class_bytes'].get(name, 0)):>12}" for tier in facts["tiers"]))
     lines += ["", f"index  {facts['index_used_blocks']} of {facts['index_capacity_blocks']} rows"]
+    if facts["tail_capacity_bytes"]:
+        lines.append(f"tails  token ids of {facts['tail_blocks']} blocks, {format_bytes(facts['tail_bytes'])}")
     lines.append(f"disk   {facts['waiting_writes']} blocks wait to be written")
     passes = facts["scrub_passes"]
     lines += [f"scrub  {passes} passes, the last took {facts['scrub_pass_s']:.1f} s" if passes else "scrub  no pass has ended", ""]

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvstore.cli.main import main
 from kvstore.clients import requests
 from kvstore.clients.blocks import BlockStore, Prompt, Slots, Tail
 from kvstore.clients.blocksession import BlockSession
@@ -183,7 +184,7 @@ def test_tails_are_refused_where_the_first_tokens_are_not_apart(daemon: DaemonPr
         copy_tail(geometry, np.zeros(1 << 20, np.uint8), Tail(0, 1, 1), np.zeros(1 << 20, np.uint8), 0)
 
 
-def test_ids_are_figures_of_their_own_and_not_of_the_disk(daemon: DaemonProcess) -> None:
+def test_token_ids_are_figures_of_their_own(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     geometry = dataclasses.replace(GEOMETRY, layers=5)
     with KVClient(daemon.address) as client:
         before = client.stats()
@@ -199,6 +200,8 @@ def test_ids_are_figures_of_their_own_and_not_of_the_disk(daemon: DaemonProcess)
             lines = reply.read().decode().splitlines()
         assert f"kvstore_tail_blocks {float(after.tail_blocks)}" in lines
         assert f"kvstore_tail_bytes {float(after.tail_bytes)}" in lines
+        assert main(["stats", "--address", daemon.address]) == 0
+        assert f"token ids of {after.tail_blocks} blocks" in capsys.readouterr().out
         store.close()
 
 
