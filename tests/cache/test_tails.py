@@ -95,7 +95,7 @@ def naive(stored: list[list[int]], prompt: list[int], size: int) -> int:
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5 * SIZE)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(stored=st.lists(prompts, max_size=8), asked=st.lists(prompts, min_size=1, max_size=6))
 def test_the_hit_is_that_of_a_radix_tree(stored: list[list[int]], asked: list[list[int]]) -> None:
     bench = Bench()
@@ -198,6 +198,23 @@ def test_what_is_evicted_is_no_donor_and_its_ids_are_gone() -> None:
     stats = bench.cache.stats()
     assert stats.tail_blocks == 4
     assert stats.tail_bytes == 4 * (CHUNK_BYTES + ROW_BYTES)
+    bench.check()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_chain_that_is_pushed_out_at_once_leaves_no_ids(compiled: bool) -> None:
+    bench = Bench(blocks=16)
+    if not compiled:
+        bench.cache.state.index._native = None
+    bench.put(list(range(16 * SIZE)))
+    slots = bench.cache.reserve(Reserve(1, 2, 1, 10))
+    assert isinstance(slots, Reserved)
+    assert len(slots.units) == 10
+    assert bench.cache.stats().tail_blocks == 6
+    bench.check()
+    bench.cache.abandon(Abandon(1, 2))
+    bench.put(list(range(100, 100 + 10 * SIZE)))
+    assert bench.cache.stats().tail_blocks == 16
     bench.check()
 
 

@@ -18,16 +18,19 @@ from kvstore import errors
 from kvstore.clients import requests
 from kvstore.clients.aio_link import AsyncLink
 from kvstore.clients.answers import Answer, Slotted
+from kvstore.clients.blocks import Prompt
 from kvstore.clients.channel import CALL_TIMEOUT_S, error_of
 from kvstore.clients.handles import EXISTS, STORED, Attached
 from kvstore.clients.link import Unmapped
 from kvstore.clients.session import Granting
+from kvstore.hashing import token_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
-from tests.simulation.keys import KINDS, ROOT, SMALL, WINDOW, Kind, chain, some_path
+from tests.simulation.keys import KINDS, ROOT, SMALL, WINDOW, Kind, chain, some_path, tokens_of
 from tests.simulation.lives import EXPECTED, Street, fill
 from tests.simulation.machine import Process
 from tests.simulation.memory import UNIT_BYTES, Map
+from tests.simulation.tails import Going
 from tests.simulation.truth import Held
 
 GROUP = (SMALL, WINDOW)
@@ -127,7 +130,8 @@ class Engine:
         opened.hold()
         try:
             for kind in KINDS:
-                self._namespaces[kind.name] = await self._called(self._stub.OpenNamespace(kind.request, timeout=CALL_TIMEOUT_S))
+                request = kind.request(self._street.tails)
+                self._namespaces[kind.name] = await self._called(self._stub.OpenNamespace(request, timeout=CALL_TIMEOUT_S))
                 if self._namespaces[kind.name].epoch != opened.session.epoch:
                     raise errors.StaleEpoch("another daemon by now")
         except errors.KVStoreError:
@@ -152,6 +156,7 @@ class Engine:
         acts: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (6, self._reserve), (10, self._commit), (6, self._acquire), (8, self._release), (3, self._abandon),
             (2, self._acquire_for_group), (3, self._claim), (2, self._misuse), (3, self._reserve_named),
+            (6 if self._street.tails else 0, self._acquire_with_tail),
         ]  # fmt: skip
         act = self._chance.choices([act for _, act in acts], [weight for weight, _ in acts])[0]
         try:
@@ -190,7 +195,8 @@ class Engine:
         """Fill private slots with the leading blocks of a prompt, and publish them under a lease."""
         kind = self._chance.choice(KINDS)
         empty = [each for each in self._hands.private if each.kind is kind and each.held is None]
-        hashes = chain(some_path(self._chance))[: len(empty)]
+        path = some_path(self._chance)
+        hashes = chain(path)[: len(empty)]
         chosen = empty[: len(hashes)]
         if not chosen:
             return
@@ -202,7 +208,8 @@ class Engine:
             each.held = await fill(self._truth, self._process, arena.writable[start:][: len(content)], content, (arena.file, start))
         units, generations = (np.array(column, np.uint32) for column in zip(*(each.slot for each in chosen), strict=True))
         lease = self._chance.choice([*self._hands.leases, next(self._ids)]) if self._chance.random() < 0.3 else next(self._ids)
-        op = requests.commit(lease, self._id(kind), (units, generations), b"".join(hashes), ROOT)
+        ids = token_bytes(tokens_of(path[: len(chosen)])) if self._namespaces[kind.name].tails and self._chance.random() < 0.8 else b""
+        op = requests.commit(lease, self._id(kind), (units, generations), b"".join(hashes), ROOT, ids)
         answer = (await self._ask(op))[0]
         if not isinstance(answer, Slotted):
             return
@@ -226,6 +233,22 @@ class Engine:
         timeout_s = self._chance.choice((0.001, 0.05, 0.5))
         granting = await self._link.take(requests.acquire(lease, self._id(kind), b"".join(hashes), timeout_s), timeout_s + 1.0)
         await self._take(lease, granting, (kind,), hashes)
+
+    async def _acquire_with_tail(self) -> None:
+        kind, lease, prompt = SMALL, next(self._ids), Going.some(self._chance)
+        timeout_s = self._chance.choice((0.001, 0.05, 0.5))
+        op = requests.acquire(lease, self._id(kind), prompt.hashes, timeout_s, Prompt(prompt.tokens, ROOT))
+        granting = await self._link.take(op, timeout_s + 1.0)
+        tail = granting.tail
+        whole = granting.blocks - (tail is not None)
+        await self._take(lease, granting, (kind,), chain(prompt.path)[:whole])
+        if tail is None or lease not in self._hands.leases:
+            return
+        start = tail.unit * UNIT_BYTES
+        made = self._truth.made.get(cast(Map, self._attached.arena).readable[start : start + kind.block_bytes].tobytes())
+        if made is None or not prompt.is_donor(made[1], whole, tail.tokens):
+            self._street.machine.wrong(f"unit {tail.unit} was named a donor of {tail.tokens} tokens and is none")
+        self._hands.leases[lease].append(self._look((tail.unit, tail.generation), kind, made[1]))
 
     async def _take(self, lease: int, granting: Granting, kinds: tuple[Kind, ...], hashes: tuple[bytes, ...]) -> None:
         if granting.error is not None:

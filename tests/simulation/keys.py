@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from itertools import product
 from random import Random
 
 from kvstore.clients.requests import KEEP_ALL, Keep, open_namespace
 from kvstore.geometry import Geometry
-from kvstore.hashing import Identity, fingerprint
+from kvstore.hashing import Identity, block_hash, fingerprint
 from kvstore.proto import kvstore_pb2 as pb
 
 BLOCK_TOKENS = 4
@@ -21,6 +20,8 @@ BRANCHES = 2  # a node of the tree has so many children
 IDENTITY = Identity(model="simulated", dtype="float32")
 ROOT = fingerprint(IDENTITY)
 
+Path = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -29,29 +30,50 @@ class Kind:
     name: str
     block_bytes: int
     keep: Keep = KEEP_ALL
+    head_dim: int = 0  # of a kv1 block, which may have tails; 0: the bytes are opaque
 
     @property
     def geometry(self) -> Geometry:
+        if self.head_dim:
+            return Geometry("mha", 1, 1, self.head_dim, self.head_dim, "float32", BLOCK_TOKENS)
         return Geometry("mha", 1, 1, 1, 1, "float32", BLOCK_TOKENS, f"simulated-{self.name}", opaque_block_bytes=self.block_bytes)
 
-    @property
-    def request(self) -> pb.OpenNamespaceRequest:
-        return open_namespace(IDENTITY, self.geometry, "", self.name, self.keep)
+    def request(self, tails: bool) -> pb.OpenNamespaceRequest:
+        """What opens it; with tails, where it can have them."""
+        return open_namespace(IDENTITY, self.geometry, "", self.name, self.keep, tails and self.head_dim > 0)
 
 
-SMALL = Kind("small", 1500)  # one unit
+SMALL = Kind("small", 1504, head_dim=47)  # one unit
 LARGE = Kind("large", 5000)  # two units
 WINDOW = Kind("window", 1500, Keep("window", WINDOW_BLOCKS * BLOCK_TOKENS))
 KINDS = (SMALL, LARGE, WINDOW)
 
 
+_PATHS: dict[bytes, Path] = {}
+
+
+def tokens_of(path: Path) -> list[int]:
+    """The tokens of a path: each word is a block, and the blocks of two words begin with some of the same tokens."""
+    return [token for word in path for token in ([1000, 1001, 1002, word] if word < BRANCHES else [1000, word, word, word])]
+
+
 @cache
-def chain(path: tuple[int, ...]) -> tuple[bytes, ...]:
+def chain(path: Path) -> tuple[bytes, ...]:
     """The block hashes of a path's prefix. The same in every namespace."""
-    return tuple(sha256(repr(path[: i + 1]).encode()).digest() for i in range(len(path)))
+    if not path:
+        return ()
+    above = chain(path[:-1])
+    key = block_hash(above[-1] if above else ROOT, tokens_of(path[-1:]))
+    _PATHS[key] = path
+    return (*above, key)
 
 
-def some_path(chance: Random) -> tuple[int, ...]:
+def path_of(key: bytes) -> Path:
+    """The path that this hash is the last of."""
+    return _PATHS[key]
+
+
+def some_path(chance: Random) -> Path:
     """A prompt: mostly from the small tree, sometimes one that nobody asks for again."""
     first = chance.randrange(100, 120) if chance.random() < 0.15 else chance.randrange(BRANCHES)
     return (first, *(chance.randrange(BRANCHES) for _ in range(chance.randrange(DEEPEST))))

@@ -36,6 +36,7 @@ class Street:
     machine: Machine
     memory: Memory
     truth: Truth
+    tails: bool = False  # engines send token ids, and look for tails
     clears: float = 0.0  # chance that an action is a clear
     closing: bool = False  # everybody is to finish and leave
     group_leases: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # acquired for a group, to be claimed by others

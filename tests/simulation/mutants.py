@@ -33,6 +33,18 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a tail is one token too long",
+        "kvstore/cache/tails.py",
+        "    return rows[best], int(same[best])",
+        "    return rows[best], int(same[best]) + 1",
+    ),
+    Mutant(
+        "token ids stay when their block has gone",
+        "kvstore/cache/index.py",
+        "            self.tokens.forget(row)",
+        "            pass",
+    ),
+    Mutant(
         "a checksum is not compared",
         "kvstore/daemon/copier.py",
         "        if found == read.checksum:",

@@ -31,6 +31,8 @@ class Plan:
         """The plan of a seed."""
         chance = Random(f"{seed} plan")
         faults = frozenset(name for name in FAULTS if chance.random() < (0.2 if name == "disk_lies" else 0.4))
+        if Random(f"{seed} tails").random() < 0.5:
+            faults |= {"tails"}  # no fault, but something that some runs have
         nvme = NvmeSettings(
             path="/disk" if chance.random() < 0.95 else "",
             bytes=chance.choice((4, 5, 6)) * EXTENT_UNITS * UNIT_BYTES,

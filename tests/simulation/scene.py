@@ -59,7 +59,7 @@ class Scene:
         self.network = Network(self.machine)
         self.truth = Truth(self.machine, self.memory, self.plan.settings.nvme.durable == "power")
         self.truth.lies = lambda: self.disk.lied
-        self.street = Street(self.machine, self.memory, self.truth, clears=0.03 if self.plan.has("clears") else 0.0)
+        self.street = Street(self.machine, self.memory, self.truth, self.plan.has("tails"), clears=0.03 if self.plan.has("clears") else 0.0)
         self.reached = self.truth.reached
         self.daemon: Process | None = None
         self.clients: list[Process] = []

@@ -33,7 +33,7 @@ REACHED = (
     "committed", "demoted", "promoted", "evicted_dram", "evicted_nvme", "recovered", "corrupt_blocks", "unreadable_blocks", "failed_writes",
     "failed_deletes", "acquire_deadlines", "no_room", "cleared", "sessions_lost", "extents_reassigned", "dropped_before_written",
     "kill_daemon", "stop_daemon", "end_daemon", "lose_power", "kill_client", "stop_client", "cut_client", "jump_clock",
-    "resumed", "survivors", "claimed", "late_writes",
+    "resumed", "survivors", "claimed", "late_writes", "tail_hits",
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from kvstore.cache.messages import (
 from kvstore.cache.slots import SlotState
 from tests.simulation.machine import Machine
 from tests.simulation.memory import UNIT_BYTES, ArenaFile, Memory
+from tests.simulation.tails import donor_of
 
 INPUTS = (
     "acquire", "claim", "reserve", "commit", "abandon", "release", "attach", "detach", "session_lost", "process_gone", "join_group",
@@ -234,6 +235,9 @@ class Watched:
             answer = act(request, now)
             if isinstance(answer, Acquired):
                 self._asked[request.session, request.lease] = request.hashes
+                if answer.tail_tokens:
+                    whole = unpack_hashes(request.hashes[: answer.expected - 1].tobytes() + donor_of(self.cache, request, answer))
+                    self._asked[request.session, request.lease] = whole
             return answer
 
         return wrapped
