@@ -162,6 +162,10 @@ def misnamed_blocks(hashes: bytes, parents: bytes, ids: bytes, block_tokens: int
 
     hashes, parents   32 bytes a block;  ids   4 × block_tokens bytes a block: little-endian 32-bit token ids
     """
+    if parents[HASH_BYTES:] == hashes[:-HASH_BYTES]:  # one chain
+        made = chain_hashes(parents[:HASH_BYTES], ids, block_tokens, {})
+        if (_chain(parents[:HASH_BYTES], ids, block_tokens, {}) if made is None else made) == hashes:
+            return []
     step, head, sha256 = 4 * block_tokens, struct.pack("<I", block_tokens), hashlib.sha256
     names = (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
     return [

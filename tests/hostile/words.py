@@ -25,7 +25,7 @@ LONG = (32 * 8192, 32 * 8193, 100_000)
 BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
 KEEPS = (requests.KEEP_ALL, requests.Keep("window", 64), requests.Keep("state"))
 # The attackers' namespaces, a shard of their own.
-OPENS = tuple(requests.open_namespace(IDENTITY, GEOMETRY, "tp0/2", keep.kind, keep) for keep in KEEPS)
+OPENS = tuple(requests.open_namespace(IDENTITY, GEOMETRY, "tp0/2", keep.kind, keep, tails=keep.kind == "all") for keep in KEEPS)
 
 Made = TypeVar("Made", bound=Message)
 
@@ -166,6 +166,7 @@ class Words:
         checksums = self.chance.choice((b"", b"", self.chance.randbytes(16 * len(slots))))
         commit = pb.Commit(lease=lease, namespace_id=namespace, units=units, generations=generations, hashes=b"".join(keys))
         commit.parents, commit.checksums = b"".join(parents), checksums
+        commit.token_ids = self.chance.choice((b"", b"", self.chance.randbytes(4 * GEOMETRY.block_tokens * len(slots))))
         return pb.Op(commit=commit)
 
     def _give_back(self, number: int) -> pb.Op:
@@ -216,6 +217,8 @@ _KNOWN: dict[str, Callable[[Words], object]] = {
     "parent": lambda words: words.chance.choice(words.keys),
     "units": lambda words: words.packed_words(0),
     "generations": lambda words: words.packed_words(1),
+    "token_ids": lambda words: words.chance.choice((b"", words.junk(), words.chance.randbytes(4 * words.chance.randint(1, 300)))),
+    "root": lambda words: words.chance.choice(words.keys),
     "checksums": lambda words: words.chance.choice((b"", b"", words.junk())),
     "shard": lambda words: words.chance.choice(("tp0/2", "tp0/2", "tp1/2", words.text())),
     "kv_group": lambda words: words.chance.choice(("", "", "", "sliding", "full")),

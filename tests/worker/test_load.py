@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from kvstore.clients.blocks import Slots
+from kvstore.clients.blocks import Prompt, Slots, Tokens
 from kvstore.clients.client import KVClient
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.testing.daemon import DaemonProcess
@@ -62,9 +62,9 @@ class Timed(Watched):
 
     longest_acquire_s: float = 0.0
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
         began_at = time.monotonic()
-        slots = super().acquire(lease, hashes, timeout_s)
+        slots = super().acquire(lease, hashes, timeout_s, prompt)
         self.longest_acquire_s = max(self.longest_acquire_s, time.monotonic() - began_at)
         return slots
 
@@ -82,9 +82,9 @@ class Jealous(Watched):
         self._client = KVClient(daemon.address)
         self._one = threading.RLock()
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
         with self._one:
-            return super().acquire(lease, hashes, timeout_s)
+            return super().acquire(lease, hashes, timeout_s, prompt)
 
     def reserve(self, count: int) -> Slots:
         with self._one:
@@ -94,9 +94,9 @@ class Jealous(Watched):
                 self.refused.set()
             return slots
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes) -> None:
+    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
         with self._one:
-            super().commit(lease, slots, hashes, parent)
+            super().commit(lease, slots, hashes, parent, tokens)
 
     def abandon(self, slots: Slots) -> None:
         with self._one:
