@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 import urllib.request
 from collections.abc import Iterator
 
@@ -202,6 +203,30 @@ def test_token_ids_are_figures_of_their_own(daemon: DaemonProcess, capsys: pytes
         assert f"kvstore_tail_bytes {float(after.tail_bytes)}" in lines
         assert main(["stats", "--address", daemon.address]) == 0
         assert f"token ids of {after.tail_blocks} blocks" in capsys.readouterr().out
+        store.close()
+
+
+def test_after_a_restart_blocks_are_donors_again_once_their_prompt_was_read() -> None:
+    with DaemonProcess(dram="4MiB", nvme_bytes="16MiB") as daemon:
+        with KVClient(daemon.address) as client:
+            store = client.open_blocks(IDENTITY, GEOMETRY, tails=True)
+            put(store, ROOT, [1] * 8)
+            until = time.monotonic() + 30
+            while next(tier.blocks for tier in client.stats().tiers if tier.tier == "nvme") < 2:
+                assert time.monotonic() < until, "the blocks are never written"
+                time.sleep(0.01)
+        store.close()
+        daemon.restart()
+        with KVClient(daemon.address) as client:
+            store = client.open_blocks(IDENTITY, GEOMETRY, tails=True)
+        prompt = [1, 1, 1, 1, 1, 1, 2]
+        assert [(len(slots), slots.tail) for _, slots in [get(store, ROOT, prompt)]] == [(1, None)], "ids are not on the disk"
+        assert len(get(store, ROOT, [1] * 9)[1]) == 2
+        _, slots = get(store, ROOT, prompt)
+        assert len(slots) == 1
+        assert slots.tail is not None
+        assert slots.tail.tokens == 2
+        assert (block(store, slots.tail.unit)[:, :, :, :2] == values([1] * 8)[4:6, None]).all()
         store.close()
 
 
