@@ -44,29 +44,21 @@ def _packed_parents(request: Commit) -> bytes:
     return parents if len(request.parents) == len(request.hashes) else parents + pack_hashes(request.hashes[:-1])
 
 
+def keep_fresh_tokens(state: State, request: Commit) -> None:
+    """After the commit of one chain of new blocks: keep their ids, which are right."""
+    if request.tokens is not None:
+        rows = state.index.find(request.namespace, request.hashes)
+        _put(state, rows, request.tokens.reshape(len(rows), -1))
+
+
 def keep_tokens(state: State, request: Commit, outcomes: NDArray[np.uint8]) -> None:
     """After a commit: keep the ids, which are right, of blocks that are stored and had none."""
     if request.tokens is None:
-        return
-    if len(outcomes) == 1:  # as of a sequence that grows
-        if outcomes[0] in (BlockOutcome.STORED, BlockOutcome.EXISTS):
-            _keep_one(state, request, request.tokens)
         return
     done = np.flatnonzero((outcomes == BlockOutcome.STORED) | (outcomes == BlockOutcome.EXISTS))
     rows = state.index.find(request.namespace, request.hashes[done])
     lacking = _lacking(state, rows, unpack_hashes(_packed_parents(request))[done])
     _put(state, rows[lacking], request.tokens.reshape(len(request.hashes), -1)[done[lacking]])
-
-
-def _keep_one(state: State, request: Commit, tokens: Tokens) -> None:
-    index, table = state.index, state.index.tokens
-    row = index.find_one(request.namespace, request.hashes.tobytes())
-    if table is None or not row or table.first_at[row] or index.hash_bytes(index.parent_at[row]) != request.parents.tobytes():
-        return
-    if table.room(len(tokens)):
-        table.put_one(row, tokens)
-    else:
-        state.counters["tokens_not_kept"] += 1
 
 
 def _lacking(state: State, rows: Rows, parents: Hashes) -> NDArray[np.intp]:
@@ -84,9 +76,14 @@ def _put(state: State, rows: Rows, tokens: Tokens) -> None:
     table = state.index.tokens
     if table is None or not len(rows):
         return
-    room = min(len(rows), table.room(tokens.shape[1]))
-    table.put(rows[:room], tokens[:room])
-    state.counters["tokens_not_kept"] += len(rows) - room
+    room = table.room(tokens.shape[1])
+    if len(rows) > room:
+        state.counters["tokens_not_kept"] += len(rows) - room
+        rows, tokens = rows[:room], tokens[:room]
+    if len(rows) == 1:  # as of a sequence that grows
+        table.put_one(int(rows[0]), tokens[0])
+    else:
+        table.put(rows, tokens)
 
 
 # ---- acquire

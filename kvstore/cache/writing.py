@@ -30,7 +30,7 @@ from kvstore.cache.reading import use
 from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
-from kvstore.cache.tails import keep_tokens, refuse_tokens
+from kvstore.cache.tails import keep_fresh_tokens, keep_tokens, refuse_tokens
 
 
 def reserve(state: State, request: Reserve) -> Reserved | Refused:
@@ -140,9 +140,9 @@ def commit(state: State, request: Commit) -> Committed | Refused:
         return _commit_single(state, session, lease, request)
     if commit_fresh_chain(state, session, lease, request):
         none = np.zeros(count, np.uint32)
-        done = Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
-    else:
-        done = _commit_each(state, session, lease, request)
+        keep_fresh_tokens(state, request)
+        return Committed(request.lease, np.full(count, BlockOutcome.STORED, np.uint8), none, none)
+    done = _commit_each(state, session, lease, request)
     keep_tokens(state, request, done.outcomes)
     return done
 
