@@ -61,6 +61,20 @@ def keep_tokens(state: State, request: Commit, outcomes: NDArray[np.uint8]) -> N
     _put(state, rows[lacking], request.tokens.reshape(len(request.hashes), -1)[done[lacking]])
 
 
+def keep_one(state: State, request: Commit, outcome: BlockOutcome) -> None:
+    """`keep_tokens` for one block, as of a sequence that grows."""
+    if request.tokens is None or outcome not in (BlockOutcome.STORED, BlockOutcome.EXISTS):
+        return
+    index, table = state.index, state.index.tokens
+    row = index.find_one(request.namespace, request.hashes.tobytes())
+    if table is None or table.first_at[row] or index.hash_bytes(index.parent_at[row]) != request.parents.tobytes():
+        return
+    if table.room(len(request.tokens)):
+        table.put_one(row, request.tokens)
+    else:
+        state.counters["tokens_not_kept"] += 1
+
+
 def _lacking(state: State, rows: Rows, parents: Hashes) -> NDArray[np.intp]:
     """Where a block is stored under just this parent, and its ids are not kept."""
     index, table = state.index, state.index.tokens
@@ -80,10 +94,7 @@ def _put(state: State, rows: Rows, tokens: Tokens) -> None:
     if len(rows) > room:
         state.counters["tokens_not_kept"] += len(rows) - room
         rows, tokens = rows[:room], tokens[:room]
-    if len(rows) == 1:  # as of a sequence that grows
-        table.put_one(int(rows[0]), tokens[0])
-    else:
-        table.put(rows, tokens)
+    table.put(rows, tokens)
 
 
 # ---- acquire

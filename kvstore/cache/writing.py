@@ -30,7 +30,7 @@ from kvstore.cache.reading import use
 from kvstore.cache.sessions import free_key, give_back, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
-from kvstore.cache.tails import keep_fresh_tokens, keep_tokens, refuse_tokens
+from kvstore.cache.tails import keep_fresh_tokens, keep_one, keep_tokens, refuse_tokens
 
 
 def reserve(state: State, request: Reserve) -> Reserved | Refused:
@@ -137,7 +137,9 @@ def commit(state: State, request: Commit) -> Committed | Refused:
         return lease
     count = len(request.hashes)
     if count == 1:
-        return _commit_single(state, session, lease, request)
+        done = _commit_single(state, session, lease, request)
+        keep_one(state, request, BlockOutcome(done.outcomes[0]))
+        return done
     if commit_fresh_chain(state, session, lease, request):
         none = np.zeros(count, np.uint32)
         keep_fresh_tokens(state, request)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.clients.blocks import Slots
+from kvstore.clients.blocks import Prompt, Slots
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from kvstore.worker.engine import Engine, Options
@@ -107,10 +107,10 @@ def test_those_that_run_go_on_while_a_stopped_one_is_loaded(tiny: LoadedModel) -
     goes_on = threading.Event()
 
     class Slow(Watched):
-        def acquire(self, lease: int, hashes: bytes, timeout_s: float) -> Slots:
+        def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
             if engine.figures().get("preemptions_total"):
                 assert goes_on.wait(WAIT_S), "nobody computed while this was loaded"
-            return super().acquire(lease, hashes, timeout_s)
+            return super().acquire(lease, hashes, timeout_s, prompt)
 
     engine = Engine(tiny, Slow(small_store(tiny, blocks=64).inner), CHUNKED)
     requests = [Request(prompt(60, seed=seed), 100) for seed in range(2)]
