@@ -17,7 +17,10 @@ pytestmark = pytest.mark.timeout(600)  # the compiled parts are built several ti
 HERE = Path(__file__).resolve().parent.parent
 LINKED = ("tiers", "clients", "kernels", "proto")
 # Modules that may need what an extra or another venv brings, or pytest; all others import with the base dependencies alone.
-EXTRAS = r"kvstore\.(worker|front|kernels|testing|tiers\.hbm|bench\.(multiturn|(peers|load)\.drive_\w+)|clients\.(vllm|sglang|transformers)(_\w+)?)\b.*"
+EXTRAS = (
+    r"kvstore\.(worker|front|kernels|testing|tiers\.hbm|bench\.(multiturn|(peers|load)\.drive_\w+)"
+    r"|clients\.(vllm|sglang|transformers)(_\w+)?)\b.*"
+)
 IMPORT_ALL = f"""
 import importlib.util, os, pkgutil, re, sys
 import kvstore

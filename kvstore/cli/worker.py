@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role", choices=("prefill", "decode", "both"), default="both",
         help="behind `kvstore front`: prefill answers once a prompt's blocks are in the store; decode and both serve as ever",
     )  # fmt: skip
+    parser.add_argument("--tails", action="store_true", help="find prefixes to the token, not only to the block (docs/tails.md)")
     parser.add_argument("--max-waiting", metavar="N", type=_count, help="requests that may wait before others are told to come later")
     parser.add_argument("--running", metavar="N", type=_count, help="texts that are made at once, at most")
     parser.add_argument("--step-tokens", metavar="N", type=_count, help="tokens of one step: more is faster, and longer between tokens")
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     given = {name: getattr(args, name) for name in ("max_waiting", "running", "step_tokens") if getattr(args, name) is not None}
-    plan = main.Plan(args.model, args.listen, args.standalone, flushing=args.role == "prefill", **given)
+    plan = main.Plan(args.model, args.listen, args.standalone, tails=args.tails, flushing=args.role == "prefill", **given)
     settings = Settings(args.name, os.environ.get(config.API_KEY, ""), args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))
     return 0

@@ -25,11 +25,13 @@ class Portion:
 
     guarantee_bytes   that other sessions cannot take from it      limit_bytes   the most that it may hold; 0: no limit
     block_tokens      tokens of a block: workers share only blocks of the same size
+    tails             find prefixes to the token, not only to the block (docs/tails.md)
     """
 
     guarantee_bytes: int = 0
     limit_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
+    tails: bool = False
 
 
 NO_PORTION = Portion()
@@ -48,7 +50,7 @@ def open_shared(loaded: LoadedModel, address: str | None, name: str = "", portio
     Raises Unavailable where nobody serves it, ResourceExhausted where the daemon has promised others too much to guarantee the portion.
     """
     with KVClient(address, name=name, guarantee_bytes=portion.guarantee_bytes, limit_bytes=portion.limit_bytes) as client:
-        return client.open_blocks(loaded.identity, loaded.geometry(portion.block_tokens))
+        return client.open_blocks(loaded.identity, loaded.geometry(portion.block_tokens), tails=portion.tails)
 
 
 def open_either(loaded: LoadedModel, address: str | None, tokens: int) -> Opened:

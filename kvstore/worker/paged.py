@@ -10,6 +10,7 @@ A fork shares all blocks of its origin, by reference count; the block that eithe
     pull → open → (ensure → step → advance)* → close
 """
 
+import contextlib
 import itertools
 import time
 from collections import Counter, OrderedDict
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvstore.clients.blocks import BlockStore
+from kvstore.clients.blocks import BlockStore, Tail
 from kvstore.errors import EnvironmentFault, InvalidArgument, ResourceExhausted
 from kvstore.hashing import HASH_BYTES, block_hashes
 from kvstore.worker.attention import Span, Step
@@ -77,7 +78,11 @@ class PagedCache:
         """Begin a sequence with a prompt, waiting for its pull. A store that cannot be reached gives nothing, and is no error."""
         under_way = pull or self.pull(tokens, root)
         self.pool.prepare()
-        return PagedSequence(self, tokens, under_way.result())
+        pulled = under_way.result()
+        sequence = PagedSequence(self, tokens, pulled)
+        if pulled.tail is not None:
+            sequence.take_tail(pulled, pulled.tail)
+        return sequence
 
     def step(self, parts: Sequence[tuple["PagedSequence", int]]) -> Step:
         """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
@@ -175,6 +180,16 @@ class PagedSequence:
         pulled = Pulled(0, self._root, b"", self._cache.pool.arena())
         return PagedSequence(self._cache, self.tokens, pulled, origin=self)
 
+    def take_tail(self, pulled: Pulled, tail: Tail) -> None:
+        """Go on after the first tokens of a stored block, in a copy of it; without them where there is no slot for one."""
+        with contextlib.suppress(ResourceExhausted):
+            place = self._places(1)[0]
+            place.arena.copy_block(place.unit, pulled.arena, tail.unit)
+            self._add(place)
+            self.computed += tail.tokens
+            self.hit_tokens += tail.tokens
+        self._cache.store.release(pulled.lease, keep_blocks=len(pulled.units))
+
     @property
     def blocks_missing(self) -> int:
         """Slots that `ensure` would need for all tokens that are not computed yet."""
@@ -221,7 +236,8 @@ class PagedSequence:
                 return
             self._hash_up_to(first + len(places))
             hashes = bytes(self._hashes[first * HASH_BYTES : (first + len(places)) * HASH_BYTES])
-            self._cache.store.commit(hold.lease, slots_of(places), hashes, self._hash_before(first))
+            tokens = self.tokens[first * self._size : (first + len(places)) * self._size] if self._cache.store.tails else None
+            self._cache.store.commit(hold.lease, slots_of(places), hashes, self._hash_before(first), tokens)
             self._cache.remember([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
             self._committed += len(places)
 

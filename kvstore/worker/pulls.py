@@ -4,18 +4,21 @@ In threads of their own, since an acquire waits for blocks on their way up. A pu
 """
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kvstore.clients.blocks import BlockStore
-from kvstore.errors import EnvironmentFault
+from kvstore.clients.blocks import BlockStore, Prompt, Tail
+from kvstore.errors import EnvironmentFault, KVStoreError, Unavailable
 from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
 from kvstore.worker.pool import Pool
 from kvstore.worker.rows import ArenaRows
 
 PULL_THREADS = 4  # pulls under way at once; the store itself keeps the disk's queue full
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Pulled:
     """What came of a pull: blocks at `units` of `arena`, leased under `lease`; `fault`: what kept the store from being used.
 
     hashes      32 bytes a block, of all full blocks of the prompt
+    tail        a block that begins as the prompt goes on after those; it is under the same lease until `PagedSequence` has copied it
     """
 
     lease: int
@@ -30,6 +34,7 @@ class Pulled:
     hashes: bytes
     arena: ArenaRows
     units: list[int] = field(default_factory=list)
+    tail: Tail | None = None
     fault: EnvironmentFault | None = None
     hash_s: float = 0.0
     acquire_s: float = 0.0
@@ -77,15 +82,19 @@ class Pulls:
         pulled = Pulled(lease, root, block_hashes(root, tokens, size), self._pool.arena())
         hashed_at = time.perf_counter()
         usable = usable_blocks(len(tokens), size)
-        if usable and timeout_s > 0:
+        prompt = Prompt(tokens, root) if self._store.tails and len(tokens) > 1 else None
+        if (usable or prompt) and timeout_s > 0:
             try:
-                slots = self._store.acquire(lease, pulled.hashes[: usable * HASH_BYTES], timeout_s)
+                slots = self._store.acquire(lease, pulled.hashes[: usable * HASH_BYTES], timeout_s, prompt)
             except EnvironmentFault as error:
                 pulled.fault = error
+            except KVStoreError as error:  # a fault of ours: the prompt is computed, as without a store
+                log.exception("a prompt could not be looked for in the store")
+                pulled.fault = Unavailable(f"the store refused the prompt: {error}")
             else:
                 if self._pool.arena() is not pulled.arena or len(slots) > usable:
                     self._store.release(lease)
                 else:
-                    pulled.units = slots.units.tolist()
+                    pulled.units, pulled.tail = slots.units.tolist(), slots.tail
         pulled.hash_s, pulled.acquire_s = hashed_at - began_at, time.perf_counter() - hashed_at
         return pulled

@@ -97,10 +97,10 @@ class Watched:
         return self.arena[unit * 4096 :][: self.geometry.block_bytes].tobytes()
 
 
-def small_store(loaded: LoadedModel, blocks: int = 64, block_tokens: int = BLOCK_TOKENS) -> Watched:
+def small_store(loaded: LoadedModel, blocks: int = 64, block_tokens: int = BLOCK_TOKENS, *, tails: bool = False) -> Watched:
     """Room for so many of a model's blocks."""
     geometry = loaded.geometry(block_tokens)
-    return Watched(StandaloneStore(loaded.identity, geometry, blocks * geometry.slot_bytes))
+    return Watched(StandaloneStore(loaded.identity, geometry, blocks * geometry.slot_bytes, tails=tails))
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = 211) -> list[int]:

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ResourceExhausted
+from kvstore.hashing import fingerprint
 from kvstore.worker.engine import Engine, Options
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import generate_plain
@@ -260,6 +261,37 @@ def test_a_sample_that_holds_copies_of_anothers_blocks_gives_them_back_before_it
     engine.close()
 
 
+@pytest.mark.parametrize("common", [1, 5, 8, 13, 41, 47])
+def test_a_prefix_is_found_to_the_token_where_the_store_keeps_tokens(tiny: LoadedModel, common: int) -> None:
+    store = small_store(tiny, tails=True)
+    engine = Engine(tiny, store, CHUNKED)
+    first = prompt(48)
+    other = [*first[:common], *prompt(60, seed=5)[common:]]
+    engine.generate([Request(first, 1)])
+    done = engine.generate([Request(other, 20)])[0]
+    shared = next(at for at in range(len(other)) if first[at] != other[at])
+    assert done.hit_tokens == shared >= common
+    assert done.tokens == generate_plain(tiny, other, 20).tokens
+    again = engine.generate([Request([*other, *done.tokens, 7, 8, 9], 5)])[0]
+    assert again.hit_tokens == (len(other) + 20 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert again.tokens == generate_plain(tiny, [*other, *done.tokens, 7, 8, 9], 5).tokens
+    assert store.held_bytes == 0
+    engine.close()
+
+
+def test_a_tail_for_which_there_is_no_slot_is_done_without(tiny: LoadedModel) -> None:
+    store = small_store(tiny, blocks=8, tails=True)
+    engine = Engine(tiny, store, CHUNKED)
+    engine.generate([Request(prompt(48), 1)])
+    store.reserve_error = ResourceExhausted("nothing more")
+    sequence = engine._cache.open([*prompt(20), 3, 4, 5, 6], fingerprint(tiny.identity))
+    assert sequence.hit_tokens == 2 * BLOCK_TOKENS
+    sequence.close()
+    store.reserve_error = None
+    engine.close()
+    assert store.held_bytes == 0
+
+
 @st.composite
 def loads(draw: st.DrawFn) -> list[tuple[int, Request, int]]:
     """Requests with shared and other prompts: the step at which each comes, itself, the step after which it is cancelled (0: never)."""
@@ -272,12 +304,12 @@ def loads(draw: st.DrawFn) -> list[tuple[int, Request, int]]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(load=loads(), blocks=st.integers(13, 40), step_tokens=st.sampled_from([5, 16, 33, None]))
+@given(load=loads(), blocks=st.integers(13, 40), step_tokens=st.sampled_from([5, 16, 33, None]), tails=st.booleans())
 def test_any_load_gives_each_request_its_own_answer(
-    tiny: LoadedModel, load: list[tuple[int, Request, int]], blocks: int, step_tokens: int | None
+    tiny: LoadedModel, load: list[tuple[int, Request, int]], blocks: int, step_tokens: int | None, tails: bool
 ) -> None:
     """Whatever comes when, in however little memory: tokens are the plain ones, each branch ends once, and nothing stays held."""
-    store = small_store(tiny, blocks=blocks)
+    store = small_store(tiny, blocks=blocks, tails=tails)
     engine = Engine(tiny, store, Options(Rules(step_tokens=step_tokens)))
     heard = [Heard() for _ in load]
     jobs: dict[int, object] = {}

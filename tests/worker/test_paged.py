@@ -169,7 +169,7 @@ def test_a_store_that_grants_too_much_is_not_believed(
     engine.generate([Request(tokens, 20)])
     chain = store.committed[0][1] + store.committed[1][1]
     real = store.inner.acquire
-    monkeypatch.setattr(store.inner, "acquire", lambda lease, hashes, timeout_s, prompt=None: real(lease, chain, timeout_s))
+    monkeypatch.setattr(store.inner, "acquire", lambda lease, hashes, timeout_s, prompt=None: real(lease, chain, timeout_s, prompt))
     done = engine.generate([Request(tokens, 12)])[0]
     assert done.hit_tokens == 0
     assert done.tokens == generate_plain(tiny, tokens, 12).tokens

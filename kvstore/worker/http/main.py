@@ -13,7 +13,7 @@ from kvstore.worker.flushing import Flushing
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending, serve
 from kvstore.worker.model import LoadedModel, load_model
-from kvstore.worker.opening import Opened, open_either, open_shared
+from kvstore.worker.opening import Opened, Portion, open_either, open_shared
 from kvstore.worker.scheduler import DEFAULT_RUNNING, DEFAULT_STEP_TOKENS, Rules
 from kvstore.worker.serving import MAX_WAITING, EngineThread
 from kvstore.worker.standalone import StandaloneStore
@@ -30,6 +30,7 @@ class Plan:
     standalone_bytes   0: the store of the daemon at `address` (None: its usual socket). Else so much memory of its own
     or_alone           where no daemon answers, memory of its own for a few texts
     flushing           an answer ends only when its blocks are in the store: what a prefill worker does
+    tails              prefixes are found to the token, not only to the block
     """
 
     model: Path | None = None
@@ -40,6 +41,7 @@ class Plan:
     step_tokens: int = DEFAULT_STEP_TOKENS
     running: int = DEFAULT_RUNNING
     flushing: bool = False
+    tails: bool = False
 
 
 @dataclass
@@ -83,7 +85,7 @@ def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Call
 
 def _opened(plan: Plan, loaded: LoadedModel) -> Opened:
     if plan.standalone_bytes:
-        return Opened(StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes), shared=False)
+        return Opened(StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes, tails=plan.tails), shared=False)
     if plan.or_alone:
         return open_either(loaded, plan.address, ALONE_TEXTS * loaded.max_tokens)
-    return Opened(open_shared(loaded, plan.address, name="worker"), shared=True)
+    return Opened(open_shared(loaded, plan.address, name="worker", portion=Portion(tails=plan.tails)), shared=True)
