@@ -8,9 +8,10 @@ sequences attend together (`joint`, or `native` where that is asked for). Layers
 `scores`; those with latent attention through `latent`.
 """
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -311,16 +312,29 @@ def reach(*_: object, use_vmap: bool = False, local_size: int | None = None, **_
     return Reach(local_size)
 
 
+_lock = threading.Lock()
+_paged: dict[int, tuple[int, ExitStack]] = {}  # by the model's id: how many engines are at work with it, and what makes it as it was
+
+
 @contextmanager
 def paged(model: PreTrainedModel) -> Iterator[None]:
-    """The model calls this attention inside, and its own again after."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    """The model calls this attention inside, and its own again after; several engines may be inside at once. Any thread."""
+    with _lock:
+        engines, changed = _paged.get(id(model), (0, ExitStack()))
+        if not engines:
+            changed.callback(model.set_attn_implementation, model.config._attn_implementation)
+            model.set_attn_implementation(NAME)
+            changed.enter_context(latent.kept_compressed(model))
+        _paged[id(model)] = engines + 1, changed
     try:
-        with latent.kept_compressed(model):
-            yield
+        yield
     finally:
-        model.set_attn_implementation(before)
+        with _lock:
+            engines, changed = _paged.pop(id(model))
+            if engines > 1:
+                _paged[id(model)] = engines - 1, changed
+            else:
+                changed.close()
 
 
 def register() -> None:

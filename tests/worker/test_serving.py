@@ -12,7 +12,7 @@ from kvstore.worker.plain import generate_plain
 from kvstore.worker.requests import Ended, Event, Finish, Made, Request, Sampling
 from kvstore.worker.scheduler import Rules
 from kvstore.worker.serving import EngineThread
-from tests.worker.stores import Watched, prompt
+from tests.worker.stores import Watched, prompt, small_store
 
 WAIT_S = 60.0  # seconds: far beyond what anything here takes
 
@@ -150,3 +150,18 @@ def test_its_end_ends_every_request(tiny: LoadedModel, store: Watched) -> None:
         serving.submit(Request(prompt(9), 2), Waiting())
     serving.close()
     assert store.held_bytes == 0
+
+
+def test_two_engines_on_one_model_end_in_any_order(tiny: LoadedModel, plain: list[list[int]]) -> None:
+    first, second = (EngineThread(Engine(tiny, small_store(tiny))) for _ in range(2))
+    for serving in (first, second):
+        waiting = Waiting()
+        serving.submit(REQUESTS[0], waiting)
+        assert waiting.end().finish is Finish.LENGTH
+    first.close()
+    after = Waiting()
+    second.submit(REQUESTS[1], after)
+    assert after.end().finish is Finish.LENGTH
+    assert after.tokens[0] == plain[1]
+    second.close()
+    assert generate_plain(tiny, REQUESTS[0].tokens, REQUESTS[0].max_tokens).tokens == plain[0]
