@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable
 
@@ -11,6 +11,8 @@ from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace, Watched
 from kvstore.hashing import HASH_BYTES
 
+log = logging.getLogger("kvstore.vllm")
+
 RETRY_S = 1.0  # seconds between attempts to listen to a daemon that is away
 
 
@@ -18,7 +20,10 @@ class Presence:
     """About 100 bytes a block. Nothing is there until the first snapshot has come, and while the daemon is away."""
 
     def __init__(self, client: KVClient, namespace: Callable[[], Namespace]) -> None:
-        """namespace   opens it; called by the listening thread, again after each interruption"""
+        """client   its own: `stop` closes it
+
+        namespace   opens it; called by the listening thread, again after each interruption
+        """
         self._client, self._namespace = client, namespace
         self._tiers: dict[bytes, frozenset[str]] = {}  # replaced whole where it is emptied; reading takes no lock
         self._guard = threading.Lock()  # over the two below
@@ -55,19 +60,22 @@ class Presence:
         return gone
 
     def stop(self) -> None:
-        """Believe nothing more, and end the thread once the client is closed or the store says something."""
+        """Believe nothing more, and end the thread: the stream that it hears ends with its client."""
         self._stopped.set()
+        self._client.close()
         self._tiers = {}
 
     def _listen(self) -> None:
         while not self._stopped.is_set():
-            with contextlib.suppress(
-                errors.KVStoreError, ValueError
-            ):  # the daemon is away, or we are slow; a closed channel is a ValueError
+            try:
                 for event in self._client.watch(self._namespace()):
                     if self._stopped.is_set():
                         break
                     self._hear(event)
+            except errors.ResourceExhausted as error:  # as many listen as may: without us nothing is found, so it must be said
+                log.warning("the store's chunks are not found for now: %s", error)
+            except (errors.KVStoreError, ValueError):  # the daemon is away, or we are slow; a closed channel is a ValueError
+                pass
             self._empty()
             self._stopped.wait(RETRY_S)
 

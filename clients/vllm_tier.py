@@ -37,12 +37,13 @@ from kvstore.clients.vllm_tier_facts import facts_of
 TIMEOUT_S = 2.0  # seconds that a load waits for the store's disk by default; then the chunks are computed
 AWAY_S = 1.0  # seconds in which nothing is asked after the daemon could not be reached: each attempt would hold a thread
 GROUP_BYTES = 4  # bytes at the end of vLLM's key: the KV cache group
-DONE = ("stored", "exists", "in_flight")  # outcomes after which a chunk is in the store, or on its way there
+THERE = ("stored", "exists")  # outcomes after which a chunk is in the store; "in_flight": somebody else is about to store it
 
 log = logging.getLogger("kvstore.vllm")
 
 _Parents = dict[bytes, bytes | None]  # by group: the chunk before the job's first
-_Copy = Callable[[Namespace, list[bytes], list[int], _Parents], Collection[bytes]]
+_Copied = tuple[Collection[bytes], Collection[bytes]]  # keys whose copy succeeded, and those of them that are known to be in the store
+_Copy = Callable[[Namespace, list[bytes], list[int], _Parents], _Copied]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
@@ -72,7 +73,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._facts = facts_of(offloading_spec.config, device, vllm.__version__, self.block_size_bytes, revision, layout)
         self._chunks = np.asarray(primary_kv_view).view(np.uint8)
         self._timeout_s = timeout_s
-        self._client = KVClient(address or None, name="vllm-tier")
+        self._address = address or None
+        self._client = KVClient(self._address, name="vllm-tier")
         self._generation = ""
         self._presence = self._listen()
         self._events = TierEvents(self._presence, _name) if offloading_spec.kv_events_config.enable_kv_cache_events else None
@@ -81,6 +83,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._finished: queue.SimpleQueue[tuple[TransferJob, JobResult, tuple[bytes, ...], str]] = queue.SimpleQueue()
         self._failed: dict[str, set[bytes]] = defaultdict(set)  # by request: what could not be loaded is not promised to it again
         self._ended: dict[str, dict[bytes, bytes]] = defaultdict(dict)  # by request and group: the last chunk that was stored or loaded
+        self._live: set[str] = set()  # requests that have not ended
+        self._stale: set[str] = set()  # those of them that began before a reset: their chunks may be of weights that are gone
         self._away_until = 0.0
 
     # ---- vLLM's calls
@@ -92,7 +96,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return LookupResult.HIT if self._presence.has(_name(key)) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Copy chunks into the store, those that it does not have."""
+        """Copy chunks into the store, those that it does not have; nothing of a request that began before a reset."""
+        if job_metadata.req_context.req_id in self._stale:
+            result = JobResult(job_id=job_metadata.job_id, success=False, successful_keys=None, transfer_time=0.0, transfer_bytes=0)
+            self._finished.put((job_metadata, result, (), self._generation))
+            return
         self._submit("store", self._store, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -109,7 +117,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 return results
             if self._events is not None:
                 self._events.ended(job.keys, done if generation == self._generation else ())
-            if job.is_promotion and not result.success:
+            if job.is_promotion and not result.success and job.req_context.req_id in self._live:
                 self._failed[job.req_context.req_id].update(set(job.keys) - set(done))
             results.append(result)
 
@@ -119,16 +127,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No wishes of its own."""
+        self._live.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what was kept for the request."""
+        self._live.discard(req_context.req_id)
+        self._stale.discard(req_context.req_id)
         self._failed.pop(req_context.req_id, None)
         self._ended.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
         """Wait for all copies. vLLM resets its caches then: weights may have changed, so nothing from before is found any more."""
         self.drain_copies()
+        self._stale |= self._live
         self._generation = uuid.uuid4().hex
         self._presence.stop()
         self._presence = self._listen()
@@ -165,9 +177,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _run(self, copy: _Copy, job: TransferJob, parents: _Parents, generation: str) -> None:
         began_at = time.monotonic()
         done: Collection[bytes] = ()
+        there: Collection[bytes] = ()
         try:
             if began_at >= self._away_until:
-                done = copy(self._open(generation), list(job.keys), job.chunk_ids.tolist(), parents)
+                done, there = copy(self._open(generation), list(job.keys), job.chunk_ids.tolist(), parents)
         except errors.Unavailable as error:
             self._away_until = time.monotonic() + AWAY_S
             log.warning("chunks are neither stored nor loaded for now: %s", error)
@@ -180,19 +193,21 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             transfer_time=time.monotonic() - began_at,
             transfer_bytes=len(done) * self.block_size_bytes,
         )
-        self._finished.put((job, result, tuple(done), generation))
+        self._finished.put((job, result, tuple(there), generation))
 
-    def _store(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> list[bytes]:
-        """The keys that are in the store now, or on their way."""
-        done = []
+    def _store(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
+        """The keys that are in the store now, or on their way; and those that are."""
+        done, there = [], []
         for group, parent in parents.items():
             mine = [at for at, key in enumerate(keys) if key[-GROUP_BYTES:] == group]
             with self._client.put(space, b"".join(_name(keys[at]) for at in mine), parent) as put:
                 put.write_all([self._chunks[chunks[at]] for at in mine])
-            done += [keys[at] for at, name in zip(mine, put.names, strict=True) if name in DONE]
-        return done
+            outcomes = list(zip((keys[at] for at in mine), put.names, strict=True))
+            there += [key for key, name in outcomes if name in THERE]
+            done += [key for key, name in outcomes if name in THERE or name == "in_flight"]
+        return done, there
 
-    def _load(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> list[bytes]:
+    def _load(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
         """The keys that were loaded: the leading ones of each group, as far as the store has them."""
         done = []
         for group in parents:
@@ -201,11 +216,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             with self._client.get(space, names, timeout_s=self._timeout_s) as lease:
                 loaded = lease.copy_into([self._chunks[chunks[at]] for at in mine])
             done += [keys[at] for at in mine[:loaded]]
-        return done
+        return done, done
 
     def _listen(self) -> Presence:
-        generation = self._generation
-        return Presence(self._client, lambda: self._open(generation))
+        identity = of_generation(self._facts.identity, self._generation)
+        client = KVClient(self._address, name="vllm-presence")
+        return Presence(client, lambda: client.open_namespace(identity, self._facts.geometry))
 
     def _open(self, generation: str) -> Namespace:
         return self._client.open_namespace(of_generation(self._facts.identity, generation), self._facts.geometry)

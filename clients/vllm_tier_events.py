@@ -25,6 +25,7 @@ class TierEvents:
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """A copy of these begins: from now on it counts if one goes."""
+        self._hear()  # what went before this copy is told as gone
         names = {self._name(key) for key in keys}
         self._left -= names
         self._presence.follow(names)
