@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,8 @@ BODY_S = 60.0  # seconds for a client to send its request
 MAX_OPEN = 1024  # requests under way: each may hold a whole body
 PASSED_ON = ("authorization", "content-type")  # headers that a worker should see
 _RETRY = {"Retry-After": "1"}
+
+log = logging.getLogger(__name__)
 
 
 class App:
@@ -44,12 +47,17 @@ class App:
 
     async def _counted(self, request: Request) -> Response:
         self._open += 1
+        response: Response | None = None
         try:
             response = await self._relayed(request)
         finally:
-            self._open -= 1
+            if not isinstance(response, _Passed):  # a stream is under way until it ends
+                self._open -= 1
         self._metrics.answered(response.status_code)
         return response
+
+    def _stream_ended(self) -> None:
+        self._open -= 1
 
     async def _relayed(self, request: Request) -> Response:
         if self._open > MAX_OPEN:
@@ -59,7 +67,7 @@ class App:
             return _fault(413, f"the request has more than {MAX_BODY_BYTES} bytes, or came too slowly; send less", "request_too_large")
         began_at = time.perf_counter()
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-        asking = asyncio.ensure_future(self._relay.answer(Asked(request.method, request.url.path, headers, body)))
+        asking = asyncio.ensure_future(self._relay.answer(Asked(request.method, request.scope["raw_path"].decode("ascii"), headers, body)))
         leaving = asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -68,12 +76,17 @@ class App:
             answer = asking.result()
         except Unavailable as error:
             return _fault(503, str(error), "unavailable")
+        except Exception:  # a fault of ours, said as clients expect it
+            log.exception("a request could not be passed on")
+            return _fault(500, "the front door failed; see its log", "internal_error")
         finally:
             for task in (asking, leaving):
                 task.cancel()
             await asyncio.gather(asking, leaving, return_exceptions=True)
         self._metrics.first.observe(time.perf_counter() - began_at)
-        return Response(answer.body, answer.status, answer.headers) if answer.stream is None else _Passed(answer, answer.stream)
+        if answer.stream is None:
+            return Response(answer.body, answer.status, answer.headers)
+        return _Passed(answer, answer.stream, self._stream_ended)
 
     async def _health(self, request: Request) -> Response:
         workers = [{"url": each.url, "role": each.role, "up": each.well, "requests": each.load} for each in self._workers.all]
@@ -107,16 +120,17 @@ async def _left(request: Request) -> None:
 class _Passed(StreamingResponse):
     """A stream as it comes from a worker, which is let go of at its end, whoever ended it."""
 
-    def __init__(self, answer: Answer, rest: AsyncIterator[bytes]) -> None:
+    def __init__(self, answer: Answer, rest: AsyncIterator[bytes], ended: Callable[[], None]) -> None:
         headers = {**answer.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._all(answer.body, rest), answer.status, headers)
-        self._answer = answer
+        self._answer, self._ended = answer, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
+            self._ended()
 
     async def _all(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield first
@@ -125,6 +139,6 @@ class _Passed(StreamingResponse):
 
 
 def _fault(status: int, text: str, code: str) -> Response:
-    kind = {429: "rate_limit_error", 503: "server_error"}.get(status, "invalid_request_error")
+    kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
     body = {"error": {"message": text, "type": kind, "param": None, "code": code}}
     return JSONResponse(body, status, _RETRY if status in (429, 503) else None)

@@ -20,10 +20,11 @@ from typing import Any
 
 from kvstore.errors import Unavailable
 from kvstore.front.metrics import Metrics
-from kvstore.front.upstream import Asked, Lost, ask
+from kvstore.front.upstream import Asked, Late, Lost, ask
 from kvstore.front.workers import Role, Worker, Workers
 
-ELSEWHERE = (429, 500, 502, 503, 504)  # status: this worker cannot now; another one may
+# Status: this worker cannot now, another one may. Not 500, which may be of the request itself: it would break one worker after another.
+ELSEWHERE = (429, 502, 503, 504)
 # What a prefill worker is not asked for: it makes one token, which nobody sees.
 DROPPED = ("stream_options", "max_completion_tokens", "logprobs", "top_logprobs", "stop", "best_of", "echo", "n", "use_beam_search")
 
@@ -70,6 +71,9 @@ class Relay:
             tried.append(worker)
             try:
                 answer = await self._from(worker, asked)
+            except Late as error:
+                self._metrics.sent(worker, "late")
+                return _late(error)
             except Lost as error:
                 self._metrics.sent(worker, "lost")
                 self._workers.failed(worker, error)
@@ -89,7 +93,7 @@ class Relay:
             return None
         try:
             values = json.loads(asked.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None  # the worker says what is wrong with it
         prompt = values.get("prompt") or values.get("messages") if isinstance(values, dict) else None
         if prompt is None or len(json.dumps(prompt)) < self._limits.prefill_from_bytes:
@@ -111,6 +115,9 @@ class Relay:
                         await exchange.whole(self._limits.between_s)
                     finally:
                         exchange.close()
+            except Late:
+                self._metrics.sent(worker, "late")
+                return  # it is busy; the decode worker takes what is in the store by now
             except Lost as error:
                 self._metrics.sent(worker, "lost")
                 self._workers.failed(worker, error)
@@ -147,3 +154,9 @@ class Relay:
             text = "the worker of this text was lost; what came before is right: send the request again for all of it"
             fault = {"error": {"message": text, "type": "server_error", "param": None, "code": "unavailable"}}
             yield b"\n\ndata: " + json.dumps(fault).encode() + b"\n\n"
+
+
+def _late(error: Late) -> Answer:
+    text = f"the worker did not answer in time ({error}); ask for a stream, or for fewer tokens"
+    fault = {"error": {"message": text, "type": "server_error", "param": None, "code": "timeout"}}
+    return Answer(504, {"content-type": "application/json"}, json.dumps(fault).encode())

@@ -17,6 +17,10 @@ class Lost(Exception):
     """A worker could not be reached, was too slow, or went away before its answer was whole."""
 
 
+class Late(Lost):
+    """The worker is there and has not answered in time: asking another one would only double the work."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is sent. `headers` are those that a worker should see; those of the connection are made here."""
@@ -70,7 +74,7 @@ class Exchange:
                     if event is h11.NEED_DATA:
                         self._protocol.receive_data(await self._reader.read(READ_BYTES))
         except TimeoutError as error:
-            raise Lost(f"no answer for {timeout_s:.0f} s") from error
+            raise Late(f"no answer for {timeout_s:.0f} s") from error
         except (OSError, h11.RemoteProtocolError) as error:
             raise Lost(str(error) or type(error).__name__) from error
         if isinstance(event, h11.ConnectionClosed):
