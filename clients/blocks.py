@@ -22,7 +22,10 @@ Tokens = Sequence[int] | NDArray[np.integer]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What finds a partial tail: all token ids of a prompt, and the hash before its first block (the fingerprint)."""
+    """What finds a partial tail: all token ids of a prompt, and the hash before its first block (the fingerprint).
+
+    Where positions stand for something else too, as for an image, the ids end before the first of them: a tail goes by ids alone.
+    """
 
     tokens: Tokens
     root: bytes

@@ -272,5 +272,5 @@ class BlockSession:
         except errors.KVStoreError:
             link.close()
             raise
-        self._tails = reply.tails
+        self._tails = reply.tails and self._request.tails
         return link, opened, reply.namespace_id

@@ -18,6 +18,7 @@ MAX_BRANCHES = 128  # samples of one prompt: OpenAI's limit
 MAX_PROMPTS = 64  # prompts in one request
 MAX_MESSAGES = 2048  # messages in one conversation
 DEFAULT_COMPLETION_TOKENS = 16  # tokens: OpenAI's default for completions; a chat's answer may be as long as the model takes
+_MOST_PRIORITY = 100  # levels: each is worth some seconds of waiting, and nobody is to be first for ever
 _MOST = 2**31 - 1  # tokens: more than any model takes
 # Fields that say who asks and why, and nothing about the answer.
 _IGNORED = (
@@ -125,7 +126,7 @@ def _common(fields: Fields, logprobs: int) -> Asked:
         beams=beams,
         stop=_stops(fields),
         salt=_salt(fields),
-        priority=fields.integer("priority", 0, -_MOST, _MOST) or 0,
+        priority=fields.integer("priority", 0, -_MOST_PRIORITY, _MOST_PRIORITY) or 0,
         ignore_eos=fields.flag("ignore_eos"),
         skip_special=fields.flag("skip_special_tokens", True),
         stream=stream,

@@ -30,6 +30,7 @@ class Plan:
     standalone_bytes   0: the store of the daemon at `address` (None: its usual socket). Else so much memory of its own
     or_alone           where no daemon answers, memory of its own for a few texts
     flushing           an answer ends only when its blocks are in the store: what a prefill worker does
+    guarantee_bytes    of the daemon's memory, that no other worker takes from it        limit_bytes   the most that it holds; 0: no limit
     tails              prefixes are found to the token, not only to the block
     """
 
@@ -42,6 +43,8 @@ class Plan:
     running: int = DEFAULT_RUNNING
     flushing: bool = False
     tails: bool = False
+    guarantee_bytes: int = 0
+    limit_bytes: int = 0
 
 
 @dataclass
@@ -88,4 +91,5 @@ def _opened(plan: Plan, loaded: LoadedModel) -> Opened:
         return Opened(StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes, tails=plan.tails), shared=False)
     if plan.or_alone:
         return open_either(loaded, plan.address, ALONE_TEXTS * loaded.max_tokens)
-    return Opened(open_shared(loaded, plan.address, name="worker", portion=Portion(tails=plan.tails)), shared=True)
+    portion = Portion(plan.guarantee_bytes, plan.limit_bytes, tails=plan.tails)
+    return Opened(open_shared(loaded, plan.address, name="worker", portion=portion), shared=True)
