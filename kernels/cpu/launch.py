@@ -106,7 +106,7 @@ class Reading:
 
     def __init__(self, kernel: CpuAttention, tables: Sequence[Addresses], lengths: Sequence[int] | NDArray[np.int32]) -> None:
         self.kernel, self._tables = kernel, tables
-        self._lengths = np.ascontiguousarray(lengths, np.int32)
+        self._lengths = np.array(lengths, np.int32)
         size = int(kernel.layout.block_tokens)
         if len(tables) != len(self._lengths) or not len(tables):
             raise InvalidArgument(f"{len(tables)} tables and {len(self._lengths)} lengths; give one of each for every row")

@@ -105,10 +105,12 @@ __attribute__((target("sha,sse4.1,ssse3"))) static void compress_by_instructions
 
 static int has_instructions(void)
 {
+    static int known = -1; /* asked once: on a virtual machine each question leaves it */
     unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSSE3) || !(c & bit_SSE4_1))
-        return 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)); /* SHA */
+    if (known < 0)
+        known = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSSE3) && (c & bit_SSE4_1)
+                && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 29)); /* SHA */
+    return known;
 }
 #else
 #define compress_by_instructions compress_plainly
