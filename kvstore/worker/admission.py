@@ -9,7 +9,7 @@ begins at that same moment, while others compute.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
@@ -30,15 +30,15 @@ class Admission:
         self._cache, self._rules, self._costs, self._room = cache, rules, costs, room
         self._size = cache.layout.tokens
 
-    def look(self, running: Sequence[Branch], now: float) -> list[Branch]:
-        """Those that run from now on; each has its sequence."""
+    def look(self, running: Sequence[Branch], now: float) -> Iterator[Branch]:
+        """Those that run from now on, each with its sequence; each is put into `running` before the next is asked for."""
         if not self.waiting:
-            return []
+            return
         for branch in self.waiting:
             branch.hot_tokens = self._hot_tokens(branch)
         self.waiting = order(self.waiting, now, self._rules)
         self._pull(running, now)
-        return self._admit(running)
+        yield from self._admit(running)
 
     def under_way(self) -> list[Future[Pulled]]:
         """Pulls that are not done."""
@@ -89,14 +89,16 @@ class Admission:
             promised += usable
             kept_free = self._kept_free(branch, [*running, *self.waiting[:at]])
             first = not running and not at
-            if branch.pull is None and branch.not_before <= now and (promised + kept_free <= self._room.blocks or first):
+            if promised + kept_free > self._room.blocks and not first:
+                break  # what becomes free is for this one
+            if branch.pull is None and branch.not_before <= now:
                 tokens = branch.tokens
                 limit_s = min(self._costs.load_limit_s(usable * self._size), self._cache.acquire_timeout_s)
                 branch.pull = self._cache.pull(tokens, branch.job.root, limit_s)
                 self._cache.pool.prepare()
 
-    def _admit(self, running: Sequence[Branch]) -> list[Branch]:
-        admitted: list[Branch] = []
+    def _admit(self, running: Sequence[Branch]) -> Iterator[Branch]:
+        """Whoever is admitted is to be in `running` before the next one is opened: if that fails, none is lost."""
         seats = self._rules.running - sum(branch.seats for branch in running)
         to_come = _hashes_to_come(running)
         under_way = 0  # blocks of those whose turn it is before others', and whose pull is not done
@@ -104,22 +106,20 @@ class Admission:
             if branch.seats > seats:
                 break
             if branch.pull is None:
-                continue
+                break  # no room for it yet, or for those before it: nobody behind it takes what becomes free
             if not branch.pull.done():
                 under_way += len(branch.tokens) // self._size + 1
                 continue
             pulled = branch.pull.result()
             if self._may_hit_more(branch, pulled, to_come):
                 continue
-            beside = [*running, *admitted]
-            needed = self._promised(beside) + under_way + self._new_blocks(branch, pulled) + self._kept_free(branch, beside)
-            if beside and needed > self._room.blocks:
+            needed = self._promised(running) + under_way + self._new_blocks(branch, pulled) + self._kept_free(branch, running)
+            if running and needed > self._room.blocks:
                 break
             self._open(branch)
-            admitted.append(branch)
             seats -= branch.seats
             to_come |= _hashes_to_come([branch])
-        return admitted
+            yield branch
 
     def _promised(self, running: Sequence[Branch]) -> int:
         """Blocks that those that run hold, and those that they need for the tokens that are known."""

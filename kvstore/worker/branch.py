@@ -129,6 +129,13 @@ class Branch:
         return self.job.request.max_tokens - len(self.made)
 
     @property
+    def tokens_ready(self) -> int:
+        """How many of those may be computed now: the last one of a beam only together with its mates'."""
+        mates = self.mates
+        last_waits = len(mates) > 1 and any(each.sequence is None or each.tokens_to_come > 1 for each in mates)
+        return self.tokens_to_come - last_waits
+
+    @property
     def seats(self) -> int:
         """How many sequences it becomes once its prompt is computed."""
         return 1 if self.job.forked else len(self.job.branches)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvstore.clients.blocks import BlockStore
-from kvstore.errors import GeometryError, InvalidArgument, KVStoreError, LimitExceeded, ResourceExhausted
+from kvstore.errors import GeometryError, InternalFault, InvalidArgument, KVStoreError, LimitExceeded, ResourceExhausted
 from kvstore.hashing import fingerprint
 from kvstore.worker import attention
 from kvstore.worker.admission import Admission
@@ -28,7 +28,7 @@ from kvstore.worker.forward import forward
 from kvstore.worker.lives import Lives, nobody, sequence_of
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
-from kvstore.worker.requests import Finish, Listener, Request, Sampling
+from kvstore.worker.requests import Choice, Finish, Listener, Request, Sampling
 from kvstore.worker.sampling import Sampler, choose_all
 from kvstore.worker.scheduler import Room, Rules, gives_way, share
 
@@ -198,12 +198,16 @@ class Engine:
                     ready.append((branch, count))
                     break
         there = {branch for branch, _ in ready if branch.sequence is not None}
-        return [(branch, count) for branch, count in ready if branch in there and there.issuperset(branch.mates)]
+        # A beam's last token is computed only where all of its mates' are: each has one token to come then.
+        return [
+            (branch, count) for branch, count in ready
+            if branch in there and (count < branch.tokens_to_come or there.issuperset(branch.mates))
+        ]  # fmt: skip
 
     def _stand_still(self) -> None:
         """Nothing can be computed now. Beams of which some wait for slots that the others hold start again together."""
         for branch in list(self._lives.running):
-            if branch.sequence is not None:
+            if branch.sequence is not None and branch.job.search:
                 branch.job.stalls += 1
                 if branch.job.stalls > MOST_STALLS:
                     self._lives.fail(branch, ResourceExhausted("the store has too few slots for all beams at once; ask for fewer beams"))
@@ -280,9 +284,14 @@ class Engine:
         began_at = time.perf_counter()
         places = [row for _, row in rows]
         each_row = logits if places == list(range(len(logits))) else logits[places]
-        choices = choose_all(each_row, [branch.sampler for branch, _ in rows], [branch.made for branch, _ in rows])
+        choices = _chosen([branch for branch, _ in rows], each_row)
         done_at = time.perf_counter()
         for (branch, _), choice, row in zip(rows, choices, each_row, strict=True):
+            if branch.ended:  # another branch's listener raised, which ended them all
+                continue
+            if isinstance(choice, KVStoreError):
+                self._lives.fail(branch, choice)
+                continue
             if not branch.made:
                 timings, sequence = branch.completion.timings, sequence_of(branch)
                 timings.hash_s, timings.acquire_s, timings.reserve_s = sequence.hash_s, sequence.acquire_s, sequence.reserve_s
@@ -290,3 +299,18 @@ class Engine:
                 if self.options.keep_logits:
                     branch.completion.first_logits = row.clone()
             self._lives.take(branch, choice)
+
+
+def _chosen(branches: Sequence[Branch], rows: Tensor) -> list[Choice | KVStoreError]:
+    """The next token of each branch; for a row that has no numbers what is wrong with it, and the others go on."""
+    try:
+        return list(choose_all(rows, [branch.sampler for branch in branches], [branch.made for branch in branches]))
+    except InternalFault:
+        return [_chosen_alone(branch, row) for branch, row in zip(branches, rows, strict=True)]
+
+
+def _chosen_alone(branch: Branch, row: Tensor) -> Choice | KVStoreError:
+    try:
+        return branch.sampler.choose(row, branch.made)
+    except InternalFault as error:
+        return error

@@ -99,10 +99,16 @@ class PagedCache:
         # Committed slots are no longer ours and are left alone; what is left are open blocks, and copies of blocks that existed.
         if held := [place for place in hold.places if place.shared]:
             self.store.abandon(slots_of(held))
+        self.pool.put_back([place for place in hold.places if not place.shared])
 
     def known_blocks(self, pulled: Pulled) -> int:
         """How many of the blocks that a pull brought some open sequence has already."""
         return sum((pulled.arena.address, unit) in self._uses for unit in pulled.units)
+
+    def store_is_away(self, error: EnvironmentFault) -> None:
+        """It did not answer one of the sequences: none that is open asks again, since each would wait as long."""
+        for sequence in self._open:
+            sequence.fault = sequence.fault or error
 
     def remember(self, hashes: Sequence[bytes]) -> None:
         """These were committed just now."""
@@ -258,7 +264,7 @@ class PagedSequence:
             except ResourceExhausted:
                 raise
             except EnvironmentFault as error:
-                self.fault = error
+                self._cache.store_is_away(error)
         return self._cache.pool.take_private(count)
 
     def _add(self, place: Place) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.clients.blocks import BlockStore, Slots
-from kvstore.errors import EnvironmentFault, ResourceExhausted
+from kvstore.errors import EnvironmentFault, KVStoreError, ResourceExhausted, Unavailable
 from kvstore.worker.rows import ArenaRows, RowLayout
 
 AHEAD_BLOCKS = 4  # reserved ahead of all sequences: in blocks of 16 a store is asked about once in 64 tokens
@@ -36,6 +36,7 @@ class Pool:
         self._store, self._layout = store, layout
         self._ahead: deque[Place] = deque()
         self._private: deque[Place] = deque()
+        self._private_blocks = 0  # in hand and taken
         self._asked: Future[list[Place]] | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="kvstore-reserve")
         self._arena_lock = threading.Lock()  # the background thread asks for it too
@@ -59,8 +60,8 @@ class Pool:
 
         Raises EnvironmentFault where the store cannot be reached, ResourceExhausted where it has no more to give; then none is taken.
         """
-        if count > len(self._ahead):
-            self._collect(wait=True)
+        if count > len(self._ahead) and (error := self._collect(wait=True)) is not None:
+            raise error  # asking again would wait as long again
         if count > len(self._ahead):
             self._ahead.extend(self._reserve(count - len(self._ahead) + AHEAD_BLOCKS))
         if count > len(self._ahead):
@@ -71,12 +72,23 @@ class Pool:
         return [self._ahead.popleft() for _ in range(count)]
 
     def take_private(self, count: int) -> list[Place]:
-        """So many places in memory of this process alone."""
+        """So many places in memory of this process alone. Raises ResourceExhausted past as many as the store's arena has."""
         if count > len(self._private):
-            geometry, blocks = self._layout.geometry, max(count, PRIVATE_BLOCKS)
+            geometry, blocks = self._layout.geometry, max(count - len(self._private), PRIVATE_BLOCKS)
+            self._private_blocks += blocks
+            if self._private_blocks > len(self._store.arena) // geometry.slot_bytes + PRIVATE_BLOCKS:
+                self._private_blocks -= blocks
+                raise ResourceExhausted("without the store no more memory is taken than it has; try again once others have ended")
             arena = ArenaRows(self._layout, np.zeros(blocks * geometry.slot_bytes, np.uint8))
             self._private.extend(Place(arena, index * geometry.slot_units, 0, shared=False) for index in range(blocks))
         return [self._private.popleft() for _ in range(count)]
+
+    def put_back(self, places: Sequence[Place]) -> None:
+        """Private places that nobody uses any more; their memory is let go once all of them are back."""
+        self._private.extend(places)
+        if len(self._private) == self._private_blocks:
+            self._private.clear()
+            self._private_blocks = 0
 
     def give_back(self) -> bool:
         """Give back what is in hand, for somebody who needs it more; whether there was any."""
@@ -91,15 +103,16 @@ class Pool:
         self.give_back()
         self._background.shutdown(wait=True)
 
-    def _collect(self, wait: bool) -> None:
-        """Take what was asked for in the background."""
+    def _collect(self, wait: bool) -> EnvironmentFault | None:
+        """Take what was asked for in the background; what kept the store from answering, if anything did."""
         if self._asked is None or not (wait or self._asked.done()):
-            return
+            return None
         asked, self._asked = self._asked, None
         try:
             self._ahead.extend(asked.result())
-        except (ResourceExhausted, EnvironmentFault):
-            return  # whoever needs more asks again, and is told
+        except EnvironmentFault as error:
+            return error
+        return None
 
     def _reserve(self, count: int) -> list[Place]:
         """Up to `count` slots of the store. Raises EnvironmentFault where it cannot be reached. Any thread."""
@@ -108,6 +121,10 @@ class Pool:
             slots = self._store.reserve(count)
         except ResourceExhausted:
             return []
+        except EnvironmentFault:
+            raise
+        except KVStoreError as error:  # of a session that could not be made anew, say: here as good as away
+            raise Unavailable(f"the store gives no slots: {error}") from error
         if self.arena() is not arena:  # attached anew in between: which mapping the slots belong to is unknown
             self._store.abandon(slots)
             return []

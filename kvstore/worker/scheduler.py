@@ -50,6 +50,11 @@ class Schedulable(Protocol):
         """Tokens that are known and not computed yet: 1 when it decodes."""
 
 
+    @property
+    def tokens_ready(self) -> int:
+        """How many of those may be computed now."""
+
+
 S = TypeVar("S", bound=Schedulable)
 
 
@@ -67,16 +72,16 @@ def share(running: Sequence[S], rules: Rules) -> list[tuple[S, int]]:
 
     A prompt gets at least one token, so that it moves on however many decode.
     """
-    decoding = [(each, 1) for each in running if each.tokens_to_come == 1]
-    prompts = sorted((each for each in running if each.tokens_to_come > 1), key=rank)
+    decoding = [(each, 1) for each in running if each.tokens_to_come == each.tokens_ready == 1]
+    prompts = sorted((each for each in running if each.tokens_to_come > 1 and each.tokens_ready), key=rank)
     if rules.step_tokens is None:
-        return [(each, each.tokens_to_come) for each in prompts[:1]] or decoding
+        return [(each, each.tokens_ready) for each in prompts[:1]] or decoding
     left = max(rules.step_tokens - len(decoding), 1)
     parts = []
     for each in prompts:
         if left <= 0:
             break
-        count = min(each.tokens_to_come, left)
+        count = min(each.tokens_ready, left)
         parts.append((each, count))
         left -= count
     return decoding + parts

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvstore.errors import InternalFault, InvalidArgument, KVStoreError, ResourceExhausted, SessionEnded
+from kvstore.errors import InternalFault, KVStoreError, ResourceExhausted, SessionEnded
 from kvstore.worker.branch import Job
 from kvstore.worker.engine import Engine
-from kvstore.worker.requests import Listener, Request
+from kvstore.worker.requests import Ended, Finish, Listener, Request
 from kvstore.worker.sampling import check
 
 MAX_WAITING = 256  # requests that may wait: beyond, a caller is told to come again later
@@ -84,7 +84,12 @@ class EngineThread:
     def _add(self, engine: Engine, ticket: Ticket) -> None:
         with self._lock:
             self._new -= 1
-        ticket.job = engine.add(ticket.request, ticket.listener)
+        try:
+            ticket.job = engine.add(ticket.request, ticket.listener)
+        except KVStoreError as error:  # it was checked before, so this is a fault of ours
+            for branch in range(ticket.request.n):
+                ticket.listener(Ended(branch, Finish.FAILED, error))
+            raise
 
     def _run(self) -> None:
         try:
@@ -94,7 +99,8 @@ class EngineThread:
         except Exception:  # the edge of a thread: whoever waits for answers is told below
             log.exception("the engine's thread ended")
         finally:
-            self._stopping.set()
+            with self._lock:  # whoever submits has put its request into the queue before, or is refused
+                self._stopping.set()
             self._settle()
             self._engine.close()
 
@@ -108,7 +114,7 @@ class EngineThread:
             except KVStoreError as error:
                 log.exception("a step failed")
                 self._engine.drop_all(error)
-            except (RuntimeError, MemoryError) as error:  # what torch raises
+            except Exception as error:  # whatever broke: those that ran are told, and the next ones are served
                 log.exception("a step failed")
                 self._engine.drop_all(InternalFault(f"a step of the model failed: {error}; the requests under way are lost"))
         try:
@@ -123,5 +129,5 @@ class EngineThread:
     def _asked_now(self, what: Callable[[Engine], None]) -> None:
         try:
             what(self._engine)
-        except InvalidArgument:
-            log.exception("a request was refused after it was taken")
+        except Exception:  # of one request or cancellation; a request's listener was told where it was the request
+            log.exception("a request could not be taken")

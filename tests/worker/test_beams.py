@@ -73,6 +73,27 @@ def test_a_search_goes_on_beside_others_and_after_it_was_stopped(tiny: LoadedMod
     engine.close()
 
 
+@pytest.mark.parametrize("step_tokens", [3, 5, 8, 13, None])
+@pytest.mark.parametrize("after", [4, 7, 11, 14])
+def test_a_search_that_was_stopped_goes_on_however_its_beams_are_divided_into_steps(
+    tiny: LoadedModel, step_tokens: int | None, after: int
+) -> None:
+    store = small_store(tiny)
+    engine = Engine(tiny, store, Options(Rules(step_tokens=step_tokens)))
+    heard, other = Heard(), Heard()
+    engine.add(Request(prompt(30), 24, n=2, beams=4), heard)
+    with engine.at_work():
+        while len(engine._lives.running) < 4 or len(engine._lives.running[0].made) < after:
+            engine.step()
+    engine._lives.preempt(engine._lives.running[0])
+    engine.add(Request(prompt(40, seed=1), 30), other)
+    to_the_end(engine)
+    assert [heard.tokens(branch) for branch in range(2)] == searched(tiny, prompt(30), 24, 4, 2)
+    assert len(other.tokens()) == 30
+    assert store.held_bytes == 0
+    engine.close()
+
+
 def test_beams_for_which_there_is_no_memory_fail_with_what_to_do(tiny: LoadedModel) -> None:
     store = small_store(tiny, blocks=9)
     engine = Engine(tiny, store, CHUNKED)

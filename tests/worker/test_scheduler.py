@@ -18,6 +18,10 @@ class Fake:
     priority: int = 0
     hot_tokens: int = 0
 
+    @property
+    def tokens_ready(self) -> int:
+        return self.tokens_to_come
+
 
 def test_a_long_hot_prefix_goes_first_but_not_for_ever() -> None:
     rules = Rules(age_s=2.0)
