@@ -91,6 +91,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether the store has the chunk, as far as it told."""
+        self._live.add(req_context.req_id)
         if key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
         return LookupResult.HIT if self._presence.has(_name(key)) else LookupResult.MISS
@@ -104,7 +105,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._submit("store", self._store, job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Copy chunks from the store."""
+        """Copy chunks from the store, for a request that waits for them."""
+        self._live.add(job_metadata.req_context.req_id)
         self._submit("load", self._load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
