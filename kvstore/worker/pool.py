@@ -104,14 +104,15 @@ class Pool:
         self._background.shutdown(wait=True)
 
     def _collect(self, wait: bool) -> EnvironmentFault | None:
-        """Take what was asked for in the background; what kept the store from answering, if anything did."""
+        """Take what was asked for in the background; what kept the store from answering, where it was waited for: else it may be past."""
         if self._asked is None or not (wait or self._asked.done()):
             return None
         asked, self._asked = self._asked, None
+        waited = not asked.done()
         try:
             self._ahead.extend(asked.result())
         except EnvironmentFault as error:
-            return error
+            return error if waited else None
         return None
 
     def _reserve(self, count: int) -> list[Place]:
