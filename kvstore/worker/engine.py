@@ -221,7 +221,7 @@ class Engine:
         self._room.refused(self._cache.held_blocks + self._admission.pulled_blocks(), now)
         if self._admission.drop_one_pull():
             return
-        victim = gives_way(self._lives.running, needy)
+        victim = gives_way(self._lives.running, needy, self.options.rules)
         if victim is not None:
             self._lives.preempt(victim)
             return

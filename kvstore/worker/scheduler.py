@@ -68,12 +68,12 @@ def order(waiting: Iterable[S], now: float, rules: Rules) -> list[S]:
 
 
 def share(running: Sequence[S], rules: Rules) -> list[tuple[S, int]]:
-    """Who computes how many tokens in the next step: everybody who decodes one, and prompts, the oldest first, what is left.
+    """Who computes how many tokens in the next step: everybody who decodes one, and prompts, the first in rank first, what is left.
 
     A prompt gets at least one token, so that it moves on however many decode.
     """
     decoding = [(each, 1) for each in running if each.tokens_to_come == each.tokens_ready == 1]
-    prompts = sorted((each for each in running if each.tokens_to_come > 1 and each.tokens_ready), key=rank)
+    prompts = sorted((each for each in running if each.tokens_to_come > 1 and each.tokens_ready), key=lambda each: rank(each, rules))
     if rules.step_tokens is None:
         return [(each, each.tokens_ready) for each in prompts[:1]] or decoding
     left = max(rules.step_tokens - len(decoding), 1)
@@ -87,17 +87,21 @@ def share(running: Sequence[S], rules: Rules) -> list[tuple[S, int]]:
     return decoding + parts
 
 
-def rank(each: Schedulable) -> tuple[int, float]:
-    """The lower, the more right to slots: by priority, then by age."""
-    return -each.priority, each.arrived_at
+def rank(each: Schedulable, rules: Rules) -> float:
+    """The lower, the more right to slots and to a step's tokens: the second of arrival, made earlier by `age_s` for each priority.
+
+    It does not change while a sequence runs, so two never stop each other by turns. Whoever comes later than the difference of two
+    priorities is worth has a higher one: nobody who runs is held up for ever by those that come.
+    """
+    return each.arrived_at - each.priority * rules.age_s
 
 
-def gives_way(running: Iterable[S], needy: S) -> S | None:
+def gives_way(running: Iterable[S], needy: S, rules: Rules) -> S | None:
     """Who is stopped so that `needy` gets slots: the last in rank, `needy` itself if it is; None if it is alone."""
     others = list(running)
     if all(each is needy for each in others):
         return None
-    return max([*others, needy], key=rank)
+    return max([*others, needy], key=lambda each: rank(each, rules))
 
 
 def slice_blocks(tokens_to_make: int, block_tokens: int) -> int:

@@ -109,6 +109,9 @@ def test_figures_count_from_the_arrival() -> None:
     found = figures_of(Result("kvstore", {}, answers, {"hit_tokens": 8, "preemptions": 0}), asked)
     assert (found["tokens_per_s"], found["made_tokens_per_s"]) == (34 / 6, 4 / 6)
     assert (found["ttft_s_p50"], found["ttft_s_p99"], found["per_token_s_p99"], found["queued_s_p99"]) == (2.0, 5.0, 1.0, 3.0)
+    assert (found["allowed_s_p99"], found["late_s"]) == (4.0, 0.0)
+    shown = show(report([Result("kvstore", {}, answers, {"hit_tokens": 8, "preemptions": 0})], asked))
+    assert "p99 of kvstore's queueing: 3.00 s; that of what the rule below allows: 4.00 s" in shown
     assert percentile([3, 1, 2], 50) == 2
     assert "no room" in show(report([Result("vllm", reason="no room")], asked))
 

@@ -143,6 +143,23 @@ def test_the_last_in_rank_gives_way(tiny: LoadedModel) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("age_s", "ends"), [(1e-9, True), (1e9, False)])
+def test_a_steady_flow_of_higher_priority_holds_a_running_prompt_up_only_while_it_is_young(
+    tiny: LoadedModel, store: Watched, age_s: float, ends: bool
+) -> None:
+    engine = Engine(tiny, store, Options(Rules(step_tokens=8, age_s=age_s), keep_logits=False))
+    low, flow = Heard(), Heard()
+    request = Request(prompt(60), 1)
+    engine.add(request, low)
+    steps(engine, 2)
+    assert any(isinstance(event, Started) for event in low.events), "it runs before the others come"
+    for seed in range(1, 30):  # each takes all that a step has
+        engine.add(Request(prompt(8, seed=seed), 1, priority=5), flow)
+        steps(engine, 1)
+    assert low.tokens() == (plain(tiny, request) if ends else [])
+    engine.close()
+
+
 def test_a_stopped_sequence_goes_on_from_its_blocks(tiny: LoadedModel, store: Watched) -> None:
     engine = Engine(tiny, store, CHUNKED)
     heard = Heard()

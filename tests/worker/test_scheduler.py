@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.worker.scheduler import REGAIN_S, SLICE_TOKENS, Room, Rules, gives_way, order, share, slice_blocks
+from kvstore.worker.scheduler import REGAIN_S, SLICE_TOKENS, Room, Rules, gives_way, order, rank, share, slice_blocks
 
 
 @dataclass(eq=False)
@@ -71,11 +71,31 @@ def test_without_a_budget_a_prompt_has_its_step_alone() -> None:
 
 
 def test_the_last_in_rank_gives_way_and_nobody_to_itself_alone() -> None:
-    old, young, urgent = Fake(0.0), Fake(5.0), Fake(9.0, priority=1)
-    assert gives_way([old, young, urgent], old) is young
-    assert gives_way([old, young, urgent], young) is young
-    assert gives_way([old, urgent], old) is old
-    assert gives_way([old], old) is None
+    rules = Rules(age_s=5.0)
+    old, young, urgent = Fake(3.0), Fake(5.0), Fake(7.0, priority=1)
+    assert gives_way([old, young, urgent], old, rules) is young
+    assert gives_way([old, young, urgent], young, rules) is young
+    assert gives_way([old, urgent], old, rules) is old
+    assert gives_way([old], old, rules) is None
+    late = Fake(9.0, priority=1)
+    assert gives_way([old, late], old, rules) is late, "it came later than its priority is worth"
+
+
+@given(
+    flow=st.lists(st.tuples(st.floats(0, 60), st.integers(-3, 3)), min_size=1, max_size=20),
+    priority=st.integers(-3, 3),
+    age_s=st.floats(0.5, 5),
+)
+def test_a_prompt_that_runs_is_held_up_only_by_those_that_came_soon_enough(
+    flow: list[tuple[float, int]], priority: int, age_s: float
+) -> None:
+    rules = Rules(step_tokens=10, age_s=age_s)
+    mine = Fake(0.0, 50, priority)
+    prompts = [mine, *(Fake(at, 10, urgency) for at, urgency in flow)]
+    first, _ = share(prompts, rules)[0]
+    assert rank(first, rules) == min(rank(each, rules) for each in prompts)
+    if all(at > (urgency - priority) * age_s + 1e-6 for at, urgency in flow):
+        assert first is mine
 
 
 def test_room_shrinks_when_refused_and_comes_back() -> None:

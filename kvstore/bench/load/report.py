@@ -33,6 +33,8 @@ def figures_of(result: Result, asked: Sequence[Asked]) -> dict[str, Any]:
     ]
     took_s = max(ends_s) - asked[0].at_s
     made = sum(len(answer["tokens"]) for answer in answers)
+    came_s, started_s = [each.at_s for each in asked], [answer["started_at_s"] for answer in answers]
+    allowed_s = [max(0.0, due - came) for due, came in zip(due_s(came_s, started_s), came_s, strict=True)]
     return {
         "took_s": took_s,
         "tokens_per_s": (sum(len(each.tokens) for each in asked) + made) / took_s,
@@ -40,7 +42,8 @@ def figures_of(result: Result, asked: Sequence[Asked]) -> dict[str, Any]:
         **_percentiles("ttft_s", first_s),
         **_percentiles("per_token_s", between_s),
         **_percentiles("queued_s", queued_s),
-        "late_s": late_s([each.at_s for each in asked], [answer["started_at_s"] for answer in answers]),
+        **_percentiles("allowed_s", allowed_s),
+        "late_s": late_s(came_s, started_s),
         "prompt_tokens": sum(len(each.tokens) for each in asked),
         "made_tokens": made,
         **result.figures,
@@ -53,9 +56,14 @@ def late_s(came_at_s: Sequence[float], started_at_s: Sequence[float], age_s: flo
     The rule: nobody is passed by those that come more than `age_s` later. So a request is let in at the latest when as many have been as
     came up to `age_s` after it. What comes on top is a wait of its own, for its blocks or for another that is computing them.
     """
+    due = due_s(came_at_s, started_at_s, age_s)
+    return max(0.0, *(started - latest for started, latest in zip(started_at_s, due, strict=True)))
+
+
+def due_s(came_at_s: Sequence[float], started_at_s: Sequence[float], age_s: float = AGE_S) -> list[float]:
+    """When the rule (see `late_s`) lets each request in at the latest, given how fast requests were let in."""
     starts = sorted(started_at_s)
-    due_s = [starts[sum(other <= came + age_s for other in came_at_s) - 1] for came in came_at_s]
-    return max(0.0, *(started - due for started, due in zip(started_at_s, due_s, strict=True)))
+    return [starts[sum(other <= came + age_s for other in came_at_s) - 1] for came in came_at_s]
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -91,6 +99,9 @@ def show(found: dict[str, Any]) -> str:
     lines = [*HEAD, *(_row(name, each) for name, each in found["engines"].items()), ""]
     lines += [f"{OURS} is {ratio:.2f} × {name}{_target(name, ratio)}" for name, ratio in found["throughput_ratio"].items()]
     lines += [f"{share:.0%} of the first tokens of {name} are those of {OURS}" for name, share in found["same_first_token"].items()]
+    if "allowed_s_p99" in (ours := found["engines"].get(OURS, {})):
+        queued, allowed = ours["queued_s_p99"], ours["allowed_s_p99"]
+        lines.append(f"p99 of {OURS}'s queueing: {queued:.2f} s; that of what the rule below allows: {allowed:.2f} s")
     lines.append(RULE)
     return "\n".join(lines)
 
