@@ -10,7 +10,7 @@ sequences attend together (`joint`, or `native` where that is asked for). Layers
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 from kvstore.errors import InvalidArgument
 from kvstore.worker import latent
 from kvstore.worker.joint import JointReader, JointWriter, alike, groups_of
-from kvstore.worker.native import Native, NativeStep
+from kvstore.worker.native import Kernels, KernelStep
 from kvstore.worker.rows import ArenaRows, BlockTable, Gatherer, Scratch
 from kvstore.worker.scores import softmax_by_hand
 
@@ -105,7 +105,7 @@ class Span:
         rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
         return sdpa_mask(
             batch_size=1, q_length=self.count, kv_length=self.total - low, q_offset=self.start, kv_offset=low, mask_function=rule,
-            local_size=window, allow_is_causal_skip=skip,
+            local_size=window, allow_is_causal_skip=skip, device=self.table.layout.device,
         )  # fmt: skip
 
 
@@ -126,27 +126,28 @@ class Layer:
 class Step:
     """One forward pass over the new tokens of its spans. Notes the layers that asked for it, and adds up what its parts took.
 
-    native    the CPU kernels, which then attend for all spans of a single new token; None: torch does
+    native    the kernels, which then attend for all spans of a single new token; None: torch does
+    arrive    called with each layer before it reads: blocks that are on their way to it are waited for there
     """
 
     spans: list[Span]
     scratch: Scratch
-    native: Native | None = None
+    native: Kernels | None = None
+    arrive: Callable[[int], None] | None = None
     gather_s: float = 0.0
     write_s: float = 0.0
     layers: set[int] = field(default_factory=set)
-    _kernels: NativeStep | None = field(init=False, default=None)
+    made: KernelStep | None = None  # by `kernels`, or by who captures a graph of it
     _joint: JointWriter | None = field(init=False, default=None)
     _joint_at: Tensor | None = field(init=False, default=None)
     _apart: list[Span] | None = field(init=False, default=None)
     _groups: dict[int | None, list[tuple[JointReader, list[Span]]]] = field(init=False, default_factory=dict)
 
-    def kernels(self, q_heads: int) -> NativeStep | None:
+    def kernels(self, q_heads: int) -> KernelStep | None:
         """The native calls of this step; None where torch does it all. Made once a step."""
-        if self._kernels is None and self.native is not None:
-            rows = [span for span in self.spans if span.is_row]
-            self._kernels = NativeStep(self.native.kernel(q_heads), self.spans, rows)
-        return self._kernels
+        if self.made is None and self.native is not None:
+            self.made = self.native.step(q_heads, self.spans, [span for span in self.spans if span.is_row])
+        return self.made
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put a layer's new K and V into their slots: keys [head, token, dim], values likewise."""
@@ -221,6 +222,8 @@ def paged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = Layer(module, cast(int, module.layer_idx), window, scale, softcap, s_aux, latent.is_latent(module))
     paged_step.layers.add(layer.index)
+    if paged_step.arrive is not None:
+        paged_step.arrive(layer.index)
     kernels = paged_step.kernels(query.shape[1])
     keys, values = _kept(layer, key, value)
     began_at = time.perf_counter()
@@ -231,6 +234,8 @@ def paged_attention(
         kernels.write(layer.index, key, value)
     paged_step.write_s += time.perf_counter() - began_at
     parts = _in_groups(layer, paged_step, query[0]) if kernels is None else _by_kernels(layer, kernels, query[0])
+    if kernels is not None and len(kernels.rows) == len(paged_step.spans):
+        return parts[0][1][None], None
     done = {id(span) for _, _, some in parts for span in some}
     for span in paged_step.spans:
         if id(span) not in done:
@@ -268,7 +273,7 @@ def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tenso
     return out
 
 
-def _by_kernels(layer: Layer, kernels: NativeStep, query: Tensor) -> Parts:
+def _by_kernels(layer: Layer, kernels: KernelStep, query: Tensor) -> Parts:
     """Attention of the single new tokens by the kernels: query [q_heads, token, dim] of the whole step."""
     if not kernels.rows:
         return []

@@ -23,12 +23,42 @@ class Part(Protocol):
     at: int
 
 
+class KernelStep(Protocol):
+    """The kernels' part in one step: they write all its new K and V, and attend for its rows. Tensors as `NativeStep` has them.
+
+    rows   those that attend through the kernel      at   [row] where they are in the step
+    """
+
+    rows: Sequence[Part]
+    at: Tensor
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put all new K and V of a layer into their slots."""
+
+    def queries(self, query: Tensor) -> Tensor:
+        """The rows' queries of a step's."""
+
+    def decode(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Attention of the rows."""
+
+
+class Kernels(Protocol):
+    """Kernels that attend over block tables in place."""
+
+    def step(self, q_heads: int, parts: Sequence[Part], rows: Sequence[Part]) -> KernelStep:
+        """For one step with these parts, of which `rows` have a single new token each."""
+
+
 class Native:
     """The kernels for the blocks of one layout. Made for a cache; each step uses it through a `NativeStep`."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._kernels: dict[int, CpuAttention] = {}
+
+    def step(self, q_heads: int, parts: Sequence[Part], rows: Sequence[Part]) -> "NativeStep":
+        """See `Kernels.step`."""
+        return NativeStep(self.kernel(q_heads), parts, rows)
 
     def kernel(self, q_heads: int) -> CpuAttention:
         """The kernel for so many query heads, with as many threads as torch has."""

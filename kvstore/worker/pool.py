@@ -10,10 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvstore.clients.blocks import BlockStore, Slots
 from kvstore.errors import EnvironmentFault, KVStoreError, ResourceExhausted, Unavailable
-from kvstore.worker.rows import ArenaRows, RowLayout
+from kvstore.worker.rows import CPU, ArenaRows, Memory, RowLayout
 
 AHEAD_BLOCKS = 4  # reserved ahead of all sequences: in blocks of 16 a store is asked about once in 64 tokens
 PRIVATE_BLOCKS = 16  # taken at once from this process's memory when the store is gone: few allocations, little waste
@@ -46,7 +47,7 @@ class Pool:
         """The store's arena as it is mapped now. Any thread."""
         with self._arena_lock:
             mapped = self._store.arena
-            if mapped.ctypes.data != self._arena.address:
+            if not self._arena.is_of(mapped):
                 self._arena = ArenaRows(self._layout, mapped)
             return self._arena
 
@@ -74,12 +75,14 @@ class Pool:
     def take_private(self, count: int) -> list[Place]:
         """So many places in memory of this process alone. Raises ResourceExhausted past as many as the store's arena has."""
         if count > len(self._private):
-            geometry, blocks = self._layout.geometry, max(count - len(self._private), PRIVATE_BLOCKS)
-            self._private_blocks += blocks
-            if self._private_blocks > len(self._store.arena) // geometry.slot_bytes + PRIVATE_BLOCKS:
-                self._private_blocks -= blocks
+            geometry, missing = self._layout.geometry, count - len(self._private)
+            most = len(self._store.arena) // geometry.slot_bytes + PRIVATE_BLOCKS - self._private_blocks
+            if missing > most:
                 raise ResourceExhausted("without the store no more memory is taken than it has; try again once others have ended")
-            arena = ArenaRows(self._layout, np.zeros(blocks * geometry.slot_bytes, np.uint8))
+            # Twice as much each time: a block table of the CUDA kernels points into few arenas.
+            blocks = max(missing, min(most, max(PRIVATE_BLOCKS, self._private_blocks)))
+            self._private_blocks += blocks
+            arena = ArenaRows(self._layout, own_memory(self._layout, blocks * geometry.slot_bytes))
             self._private.extend(Place(arena, index * geometry.slot_units, 0, shared=False) for index in range(blocks))
         return [self._private.popleft() for _ in range(count)]
 
@@ -131,6 +134,16 @@ class Pool:
             return []
         pairs = zip(slots.units.tolist(), slots.generations.tolist(), strict=True)
         return [Place(arena, unit, generation, shared=True) for unit, generation in pairs]
+
+
+def own_memory(layout: RowLayout, size_bytes: int) -> Memory:
+    """Memory of this process for blocks of a layout, where it keeps them. Raises ResourceExhausted where a GPU has none left."""
+    if layout.device == CPU:
+        return np.zeros(size_bytes, np.uint8)
+    try:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=layout.device)
+    except torch.OutOfMemoryError as error:
+        raise ResourceExhausted(f"the GPU has no memory left for blocks of this process's own: {error}") from error
 
 
 def slots_of(places: Sequence[Place]) -> Slots:

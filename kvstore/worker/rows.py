@@ -18,20 +18,25 @@ from torch import Tensor
 from kvstore.errors import GeometryError
 from kvstore.geometry import UNIT_BYTES, Geometry
 
+CPU = torch.device("cpu")
 _FIRST_BLOCKS = 64  # a table's room at first: 1,024 tokens in blocks of 16
 FEW_BLOCKS = 4  # fewer whole blocks are written one by one: an indexed write wakes torch's threads, which costs more
+
+
+Memory = NDArray[np.uint8] | Tensor  # a mapped arena as bytes: the host's, or a GPU's as torch sees it
 
 
 class RowLayout:
     """Where the keys and values of one layer lie, counted in rows. Raises GeometryError for layouts other than kv1 without scales.
 
     Blocks of latent attention (MLA) are read as one head whose keys are latent ‖ rope, and whose values have no elements.
+    `device` is where the blocks lie, and what is worked out about them.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device = CPU) -> None:
         if geometry.format != "kv1" or geometry.quant is not None:
             raise GeometryError("the worker reads kv1 blocks without scales; choose such a geometry")
-        self.geometry = geometry
+        self.geometry, self.device = geometry, device
         self.dtype = cast(torch.dtype, getattr(torch, geometry.dtype))
         self.tokens = geometry.block_tokens
         is_latent = geometry.kind == "mla"
@@ -47,10 +52,11 @@ class RowLayout:
         self.unit_rows = UNIT_BYTES // row_bytes
         self._key_rows, self._value_rows = key_bytes // row_bytes, value_bytes // row_bytes
         self.layer_rows = self.heads * (self._key_rows + self._value_rows)
-        heads = torch.arange(self.heads)[:, None]
+        heads = torch.arange(self.heads, device=device)[:, None]
         # Of each head's keys, of each head's values: the rows from a layer's start, [head, rows].
-        self.key_at = heads * self._key_rows + torch.arange(self._key_rows)
-        self.value_at = self.heads * self._key_rows + heads * self._value_rows + torch.arange(self._value_rows)
+        self.key_at = heads * self._key_rows + torch.arange(self._key_rows, device=device)
+        value_rows = torch.arange(self._value_rows, device=device)
+        self.value_at = self.heads * self._key_rows + heads * self._value_rows + value_rows
 
     def check(self, keys: Tensor, values: Tensor) -> None:
         """Raise GeometryError unless keys and values are [head, token, dim] with this layout's heads and dimensions."""
@@ -79,17 +85,24 @@ class RowLayout:
 class ArenaRows:
     """One mapped arena seen through a layout. Keeps the mapping alive; `address` tells two mappings apart."""
 
-    def __init__(self, layout: RowLayout, arena: NDArray[np.uint8]) -> None:
+    def __init__(self, layout: RowLayout, arena: Memory) -> None:
         whole = len(arena) // UNIT_BYTES * UNIT_BYTES
-        self.layout = layout
-        self.address = arena.ctypes.data
-        self.items = torch.from_numpy(arena)[:whole].view(layout.dtype)
+        self.layout, self.memory = layout, arena
+        memory = arena if isinstance(arena, Tensor) else torch.from_numpy(arena)
+        self.address = memory.data_ptr()
+        self.items = memory[:whole].view(layout.dtype)
         self.rows = self.items.view(-1, layout.row_items)
         self.pieces = self.items.view(-1, layout.piece_items)
 
+    def is_of(self, arena: Memory) -> bool:
+        """Whether this is how that arena is mapped now. A GPU's memory may be mapped anew where it was."""
+        if isinstance(arena, Tensor):
+            return arena is self.memory
+        return arena.ctypes.data == self.address
+
     def starts(self, units: Sequence[int]) -> Tensor:
         """First rows [block] of the slots at `units`."""
-        return torch.tensor(units, dtype=torch.int64) * self.layout.unit_rows
+        return torch.tensor(units, dtype=torch.int64, device=self.layout.device) * self.layout.unit_rows
 
     def write_part(self, unit: int, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
         """Write tokens [first, first + n) of one block: keys [head, n, key_dim], values [head, n, value_dim]."""
@@ -211,13 +224,14 @@ class Scratch:
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
-        self._rows = torch.empty((0, layout.row_items), dtype=layout.dtype)
+        self._rows = torch.empty((0, layout.row_items), dtype=layout.dtype, device=layout.device)
 
     def take(self, blocks: int) -> Tensor:
         """Rows for `blocks` blocks of one layer; the next `take` may hand out the same ones."""
         needed = blocks * self.layout.layer_rows
         if needed > len(self._rows):
-            self._rows = torch.empty((needed + needed // 4, self.layout.row_items), dtype=self.layout.dtype)
+            shape = (needed + needed // 4, self.layout.row_items)
+            self._rows = torch.empty(shape, dtype=self.layout.dtype, device=self.layout.device)
         return self._rows[:needed]
 
 
