@@ -90,9 +90,8 @@ class Storm:
         with Watch(self._daemon.address) as watch:
             if self._chance.random() < 0.7:  # else in the middle of their coming back
                 self._crowd.wait_for_writes(COME_BACK_S)
-            kill_client_after_s = self._chance.uniform(*LOAD_S) if self._chance.random() < 0.6 else None
-            load_s = self._chance.uniform(*LOAD_S)
-            if kill_client_after_s is not None and kill_client_after_s < load_s:
+            kill_client_after_s, load_s = self._chance.uniform(*LOAD_S), self._chance.uniform(*LOAD_S)
+            if kill_client_after_s < load_s:
                 time.sleep(kill_client_after_s)
                 self._crowd.kill()
                 load_s -= kill_client_after_s
