@@ -15,6 +15,7 @@ from kvstore.clients.arena import Arena
 from kvstore.clients.channel import error_of
 from kvstore.clients.handles import Attached
 from kvstore.clients.link import ATTACH_TIMEOUT_S, Unmapped, ended_error, map_arena
+from kvstore.clients.pools import lease_name
 from kvstore.clients.session import Answered, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -78,7 +79,7 @@ class AsyncLink:
 
     async def take(self, op: pb.Op, timeout_s: float) -> Granting:
         """Queue an Acquire and wait until its lease is settled, or the time is up: then with what was granted by then."""
-        lease = op.acquire.lease
+        lease = lease_name(op.acquire.lease, op.pool)
         self._session.submit([op])
         granting = self._session.granting(lease)
         self._settling[lease] = asyncio.get_running_loop().create_future()

@@ -3,6 +3,9 @@
 Any thread may call; only `acquire` and `reserve` wait. When the daemon goes away, slots in hand stay valid (their memory is kept for as
 long as the old session's lock is held, which is until the last of them is given back); calls that need it raise Unavailable, and a new
 session is made as soon as it is back.
+
+Operations with `pool=` are about slots in a GPU's memory, one of `pools`; the same session, and the same rules. A pool is of one run of
+the daemon: after a restart calls with it raise Unavailable, `pools` has another, and that is to be mapped (`map_pool`).
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -25,16 +29,25 @@ from kvstore.clients.answers import Answer, Failed, Slotted
 from kvstore.clients.blocks import Prompt, Slots, Tokens
 from kvstore.clients.channel import CALL_TIMEOUT_S, OPTIONS, error_of
 from kvstore.clients.handles import OUTCOME_NAMES, STORED, Attached
+from kvstore.clients.hbm import ImportedPool
 from kvstore.clients.link import Link, Unmapped
+from kvstore.clients.pools import Pool, number_of
 from kvstore.clients.steps import GRACE_S
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, token_bytes
+from kvstore.kernels.driver import CudaDriver
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
 RETRY_S = 0.5  # seconds between attempts to reach a daemon that is away: its users must not wait at every step
 
+_Name = int | tuple[Pool, int]  # a slot's units, or a lease's id, in the arena or in a pool
+
 _GONE = (errors.Unavailable, errors.StaleEpoch, errors.SessionEnded, errors.DeadlineExceeded)
+
+
+def _name(number: int, pool: Pool | None) -> _Name:
+    return number if pool is None else (pool, number)
 
 
 @contextmanager
@@ -56,8 +69,8 @@ class BlockSession:
         self._stub = KVStoreStub(self._channel)
         self._attaching = threading.Lock()
         self._idle = threading.Condition()  # guards everything below; notified when a commit is answered
-        self._reserved: dict[int, tuple[Attached, int]] = {}  # by units: whose, and under which reservation
-        self._leases: dict[int, set[Attached]] = {}
+        self._reserved: dict[_Name, tuple[Attached, int]] = {}  # by units: whose, and under which reservation
+        self._leases: dict[_Name, set[Attached]] = {}
         self._pending = 0
         self._outcomes: Counter[str] = Counter()
         self._closed = False
@@ -81,16 +94,33 @@ class BlockSession:
         return self._tails
 
     @property
+    def pools(self) -> Mapping[str, Pool]:
+        """The pools of GPU memory that this session may use, by the GPU's UUID: those named in its Hello that the daemon has now."""
+        return self._live[1].session.pools
+
+    def map_pool(self, driver: CudaDriver, pool: Pool) -> ImportedPool:
+        """A pool mapped in this process; the caller closes it, once nothing of it is in use. Raises Unavailable, ConfigError.
+
+        Memory that goes with the daemon is closed when the session ends (`ImportedPool.outlives_owner` says whether it does).
+        """
+        _, attached, _ = self._ready(pool)
+        imported = ImportedPool(driver, Path(pool.socket_path))
+        attached.imports(imported)
+        return imported
+
+    @property
     def outcomes(self) -> dict[str, int]:
         """How many blocks were committed, by outcome (`stored`, `exists`, ...; `failed` for operations that did nothing)."""
         with self._idle:
             return dict(self._outcomes)
 
-    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
-        """Lease the leading blocks that the store has; see BlockStore."""
-        link, attached, namespace_id = self._ready()
+    def acquire(
+        self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None, *, pool: Pool | None = None
+    ) -> Slots:
+        """Lease the leading blocks that the store has, or that a pool has (none is brought there: see `clients.promotion`)."""
+        link, attached, namespace_id = self._ready(pool)
         asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * HASH_BYTES])
-        op = requests.acquire(lease, namespace_id, asked, timeout_s, prompt if self._tails else None)
+        op = requests.acquire(lease, namespace_id, asked, timeout_s, prompt if self._tails else None, pool=number_of(pool))
         if prompt is not None and not op.acquire.hashes and not op.acquire.token_ids:
             return Slots(np.zeros(0, np.uint32), np.zeros(0, np.uint32))
         with _held(attached):
@@ -102,26 +132,27 @@ class BlockSession:
                 raise errors.Unavailable(str(granting.error)) from granting.error
             with self._idle:
                 if granting.error is None:
-                    self._remember(lease, attached)
+                    self._remember(_name(lease, pool), attached)
         if not granting.settled:
-            self._tell(attached, [requests.release(lease, keep_blocks=granting.blocks)])
+            self._tell(attached, [requests.release(lease, keep_blocks=granting.blocks, pool=number_of(pool))])
         tail = granting.tail
         whole = granting.blocks - (tail is not None)
         return Slots(granting.units[0, :whole], granting.generations[0, :whole], tail)
 
-    def reserve(self, count: int) -> Slots:
+    def reserve(self, count: int, *, pool: Pool | None = None) -> Slots:
         """Up to `count` slots to fill; see BlockStore."""
-        link, attached, namespace_id = self._ready()
-        with _held(attached):
-            return self._reserve(link, attached, namespace_id, count)
+        live = self._ready(pool)
+        with _held(live[1]):
+            return self._reserve(live, count, pool)
 
-    def _reserve(self, link: Link, attached: Attached, namespace_id: int, count: int) -> Slots:
+    def _reserve(self, live: tuple[Link, Attached, int], count: int, pool: Pool | None) -> Slots:
+        link, attached, namespace_id = live
         reservation = link.new_id()
-        op = requests.reserve(reservation, namespace_id, count=min(count, requests.MAX_BLOCKS_PER_CALL))
+        op = requests.reserve(reservation, namespace_id, count=min(count, requests.MAX_BLOCKS_PER_CALL), pool=number_of(pool))
         try:
             answer = link.ask([op], CALL_TIMEOUT_S)[0]
         except errors.DeadlineExceeded as error:
-            self._tell(attached, [requests.abandon(reservation)])
+            self._tell(attached, [requests.abandon(reservation, pool=number_of(pool))])
             raise errors.Unavailable(str(error)) from error
         except _GONE as error:
             raise errors.Unavailable(str(error)) from error
@@ -131,10 +162,12 @@ class BlockSession:
             return Slots(np.zeros(0, np.uint32), np.zeros(0, np.uint32))
         with self._idle:
             attached.hold(len(answer.units))
-            self._reserved.update((int(units), (attached, reservation)) for units in answer.units)
+            self._reserved.update((_name(int(units), pool), (attached, reservation)) for units in answer.units)
         return Slots(answer.units, answer.generations)
 
-    def commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None) -> None:
+    def commit(
+        self, lease: int, slots: Slots, hashes: bytes, parent: bytes, tokens: Tokens | None = None, *, pool: Pool | None = None
+    ) -> None:
         """Publish filled slots as consecutive blocks of one chain; see BlockStore."""
         size, step = 4 * self._geometry.block_tokens, requests.MAX_BLOCKS_PER_CALL
         ids = token_bytes(tokens) if tokens is not None and self._tails and size <= 4 * requests.MAX_TOKENS_PER_CALL else b""
@@ -144,25 +177,26 @@ class BlockSession:
             end = start + step
             before = hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else parent
             part = Slots(slots.units[start:end], slots.generations[start:end])
-            self._commit(lease, part, hashes[start * HASH_BYTES : end * HASH_BYTES], before, ids[start * size : end * size])
+            self._commit(lease, part, hashes[start * HASH_BYTES : end * HASH_BYTES], before, ids[start * size : end * size], pool)
 
-    def abandon(self, slots: Slots) -> None:
+    def abandon(self, slots: Slots, *, pool: Pool | None = None) -> None:
         """Give reserved slots back; see BlockStore."""
         groups: dict[tuple[Attached, int], list[int]] = {}
         with self._idle:
             for row, units in enumerate(slots.units):
-                if owner := self._reserved.pop(int(units), None):
+                if owner := self._reserved.pop(_name(int(units), pool), None):
                     groups.setdefault(owner, []).append(row)
         for (attached, reservation), rows in groups.items():  # of one reservation, so never more than a call takes
-            self._tell(attached, [requests.abandon(reservation, (slots.units[rows], slots.generations[rows]))])
+            self._tell(attached, [requests.abandon(reservation, (slots.units[rows], slots.generations[rows]), pool=number_of(pool))])
             attached.drop(len(rows))
 
-    def release(self, lease: int, keep_blocks: int = 0) -> None:
+    def release(self, lease: int, keep_blocks: int = 0, *, pool: Pool | None = None) -> None:
         """End a lease, or all of it past its first blocks; see BlockStore."""
+        name = _name(lease, pool)
         with self._idle:
-            holders = set(self._leases.get(lease, ())) if keep_blocks else self._leases.pop(lease, set())
+            holders = set(self._leases.get(name, ())) if keep_blocks else self._leases.pop(name, set())
         for attached in holders:
-            self._tell(attached, [requests.release(lease, keep_blocks)])
+            self._tell(attached, [requests.release(lease, keep_blocks, pool=number_of(pool))])
             if not keep_blocks:
                 attached.drop()
 
@@ -188,27 +222,28 @@ class BlockSession:
 
     # ----
 
-    def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, ids: bytes) -> None:
+    def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, ids: bytes, pool: Pool | None) -> None:
         link, attached, namespace_id = self._live
         with self._idle:
-            owned = [self._reserved.get(int(units), (None, 0))[0] is attached for units in slots.units]
+            owned = [self._reserved.get(_name(int(units), pool), (None, 0))[0] is attached for units in slots.units]
             count = owned.index(False) if False in owned else len(owned)
             self._outcomes["failed"] += len(slots) - count  # of a session that is over: they stay private
             if count == 0:
                 return
-            self._remember(lease, attached)
+            self._remember(_name(lease, pool), attached)
             self._pending += 1
         slots = Slots(slots.units[:count], slots.generations[:count])
         ids = ids[: 4 * count * self._geometry.block_tokens]
-        op = requests.commit(lease, namespace_id, (slots.units, slots.generations), hashes[: count * HASH_BYTES], parent, ids)
+        words, named = (slots.units, slots.generations), hashes[: count * HASH_BYTES]
+        op = requests.commit(lease, namespace_id, words, named, parent, ids, pool=number_of(pool))
         try:
-            link.submit([op])[0].add_done_callback(partial(self._committed, slots))
+            link.submit([op])[0].add_done_callback(partial(self._committed, slots, pool))
         except errors.KVStoreError as error:
             failed: Future[Answer] = Future()
             failed.set_result(Failed(error))
-            self._committed(slots, failed)
+            self._committed(slots, pool, failed)
 
-    def _remember(self, lease: int, attached: Attached) -> None:
+    def _remember(self, lease: _Name, attached: Attached) -> None:
         holders = self._leases.setdefault(lease, set())
         if attached not in holders:
             holders.add(attached)
@@ -225,7 +260,7 @@ class BlockSession:
                 with self._idle:
                     self._outcomes["untold"] += 1
 
-    def _committed(self, slots: Slots, done: Future[Answer]) -> None:
+    def _committed(self, slots: Slots, pool: Pool | None, done: Future[Answer]) -> None:
         """A commit was answered; called by the session's thread."""
         answer = done.result()
         with self._idle:
@@ -233,15 +268,24 @@ class BlockSession:
             if isinstance(answer, Slotted):
                 for units, outcome in zip(slots.units, answer.outcomes, strict=False):
                     self._outcomes[OUTCOME_NAMES[outcome]] += 1
-                    owner = self._reserved.pop(int(units), None) if outcome == STORED else None
+                    owner = self._reserved.pop(_name(int(units), pool), None) if outcome == STORED else None
                     if owner is not None:
                         owner[0].drop()
             else:
                 self._outcomes["failed"] += len(slots)
             self._idle.notify_all()
 
-    def _ready(self) -> tuple[Link, Attached, int]:
-        """The live session; a new one where the last is over. Raises Unavailable, soon again where the daemon was just tried."""
+    def _ready(self, pool: Pool | None = None) -> tuple[Link, Attached, int]:
+        """The live session; a new one where the last is over. Raises Unavailable, soon again where the daemon was just tried.
+
+        Also where `pool` is not of its epoch: that memory is nobody's any more.
+        """
+        live = self._attach()
+        if pool is not None and pool.epoch != live[1].session.epoch:
+            raise errors.Unavailable("the daemon was restarted, and its GPU memory is another by now; take it from `pools` and map it")
+        return live
+
+    def _attach(self) -> tuple[Link, Attached, int]:
         with self._attaching:
             if self._closed:
                 raise errors.Unavailable("the store was closed; open its blocks again")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvstore import errors
 from kvstore.clients.arena import Arena, SessionLock
+from kvstore.clients.hbm import ImportedPool
 from kvstore.clients.session import Session
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity, fingerprint
@@ -84,6 +85,7 @@ class Attached:
         self.error: errors.KVStoreError | None = None
         self._lock = lock
         self._holds = 0
+        self._imported: list[ImportedPool] = []
         self._guard = threading.Lock()
 
     def hold(self, count: int = 1) -> None:
@@ -97,11 +99,22 @@ class Attached:
             self._holds -= count
             self._release_if_done()
 
+    def imports(self, pool: ImportedPool) -> None:
+        """A pool was mapped under this session: it is told when the session is over, since its memory may go with the daemon."""
+        with self._guard:
+            self._imported.append(pool)
+            over = self.error is not None
+        if over:
+            pool.owner_ended()
+
     def over(self, error: errors.KVStoreError) -> None:
         """The session has ended; using its holds raises from now on."""
         with self._guard:
             self.error = error
             self._release_if_done()
+            imported, self._imported = self._imported, []
+        for pool in imported:
+            pool.owner_ended()
 
     @property
     def held(self) -> bool:

@@ -22,6 +22,7 @@ from kvstore.clients.answers import Answer
 from kvstore.clients.arena import Arena, SessionLock
 from kvstore.clients.channel import error_of
 from kvstore.clients.handles import Attached
+from kvstore.clients.pools import lease_name
 from kvstore.clients.session import Answered, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
@@ -136,19 +137,19 @@ class Link:
         future = self.begin(op)
         with contextlib.suppress(FutureTimeout):
             future.result(timeout_s)
-        return self.granted(op.acquire.lease)
+        return self.granted(lease_name(op.acquire.lease, op.pool))
 
     def begin(self, op: pb.Op) -> Future[Granting]:
         """Queue an Acquire; the future is done once its lease is settled. `granted` ends it, and must follow in any case."""
         future: Future[Granting] = Future()
         with self._wake:
             self._session.submit([op])
-            self._settling[op.acquire.lease] = future
+            self._settling[lease_name(op.acquire.lease, op.pool)] = future
             self._wake.notify()
         return future
 
     def granted(self, lease: int) -> Granting:
-        """What a lease that was begun has by now. Later grants under it are of no interest: release what was not settled."""
+        """What a lease (a `lease_name`) that was begun has by now. Later grants are of no interest: release what was not settled."""
         with self._wake:
             future = self._settling.pop(lease, None)
             granting = self._session.granting(lease)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from kvstore import hashing
 from kvstore.clients.blocks import Prompt, Tokens
 from kvstore.clients.handles import Namespace
+from kvstore.clients.pools import PoolTerms
 from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, Identity
@@ -84,10 +86,11 @@ def checked_parent(parent: bytes) -> None:
         raise InvalidArgument(f"the parent has {len(parent)} bytes; give the {HASH_BYTES} bytes of a hash")
 
 
-def hello(name: str, guarantee_bytes: int, limit_bytes: int) -> pb.Hello:
-    """The first message of a session. Without a name the process's host and id."""
+def hello(name: str, guarantee_bytes: int, limit_bytes: int, pools: Sequence[PoolTerms] = ()) -> pb.Hello:
+    """The first message of a session. Without a name the process's host and id. `pools`: what to map of GPUs' memory."""
     client = name or f"{socket.gethostname()}/{os.getpid()}"
-    return pb.Hello(client=client, guarantee_bytes=guarantee_bytes, limit_bytes=limit_bytes, maps_arena=True)
+    terms = [each.message() for each in pools]
+    return pb.Hello(client=client, guarantee_bytes=guarantee_bytes, limit_bytes=limit_bytes, maps_arena=True, pools=terms)
 
 
 def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> bytes:
@@ -102,34 +105,39 @@ def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens 
     return checked_hashes(hashing.block_hashes(root, tokens, block_tokens)[: hashing.HASH_BYTES * usable])
 
 
-def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> pb.Op:
+# ---- operations; `pool` is a Pool's number, 0 the arena in host memory
+
+
+def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None, *, pool: int = 0) -> pb.Op:
     """Lease the leading blocks, and with a prompt a partial tail; one that is too long for a call is left out."""
     op = pb.Acquire(lease=lease, namespace_id=namespace_id, hashes=hashes, timeout_s=timeout_s)
     if prompt is not None and 0 < len(prompt.tokens) <= MAX_TOKENS_PER_CALL:
         checked_parent(prompt.root)
         op.token_ids, op.root = hashing.token_bytes(prompt.tokens), prompt.root
-    return pb.Op(acquire=op)
+    return pb.Op(acquire=op, pool=pool)
 
 
-def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: bytes = b"") -> pb.Op:
+def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: bytes = b"", pool: int = 0) -> pb.Op:
     """Slots for known hashes, or so many anonymous ones."""
-    return pb.Op(reserve=pb.Reserve(reservation=reservation, namespace_id=namespace_id, count=count, hashes=hashes))
+    return pb.Op(reserve=pb.Reserve(reservation=reservation, namespace_id=namespace_id, count=count, hashes=hashes), pool=pool)
 
 
-def commit(lease: int, namespace_id: int, slots: tuple[Words, Words], hashes: bytes, parents: bytes, token_ids: bytes = b"") -> pb.Op:
+def commit(
+    lease: int, namespace_id: int, slots: tuple[Words, Words], hashes: bytes, parents: bytes, token_ids: bytes = b"", *, pool: int = 0
+) -> pb.Op:
     """Publish filled slots (units, generations). `parents` is one hash for a chain, or one a block; `token_ids` all of theirs, packed."""
     units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots)
     op = pb.Commit(lease=lease, namespace_id=namespace_id, units=units, generations=generations, hashes=hashes, parents=parents)
     op.token_ids = token_ids
-    return pb.Op(commit=op)
+    return pb.Op(commit=op, pool=pool)
 
 
-def abandon(reservation: int, slots: tuple[Words, Words] | None = None) -> pb.Op:
+def abandon(reservation: int, slots: tuple[Words, Words] | None = None, *, pool: int = 0) -> pb.Op:
     """Give slots back: these, or all that is left of the reservation."""
     units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots) if slots else (b"", b"")
-    return pb.Op(abandon=pb.Abandon(reservation=reservation, units=units, generations=generations))
+    return pb.Op(abandon=pb.Abandon(reservation=reservation, units=units, generations=generations), pool=pool)
 
 
-def release(lease: int, keep_blocks: int = 0) -> pb.Op:
+def release(lease: int, keep_blocks: int = 0, *, pool: int = 0) -> pb.Op:
     """End a lease, or all of it past its first blocks."""
-    return pb.Op(release=pb.Release(lease=lease, keep_blocks=keep_blocks))
+    return pb.Op(release=pb.Release(lease=lease, keep_blocks=keep_blocks), pool=pool)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvstore import errors
 from kvstore.clients.answers import Answer, Expected, Failed, read_answer
 from kvstore.clients.blocks import Tail
+from kvstore.clients.pools import Pool, lease_name
 from kvstore.proto import kvstore_pb2 as pb
 
 MAX_OPS_PER_BATCH = 1024  # the daemon refuses more; 128 sequences of a decode step need at most a few each
@@ -102,7 +103,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Settled:
-    """Nothing more will be granted under this lease."""
+    """Nothing more will be granted under this lease (a `lease_name`)."""
 
     lease: int
     granting: Granting
@@ -125,11 +126,12 @@ class Session:
         self.state = State.FRESH
         self.epoch = ""
         self.id = 0
+        self.pools: dict[str, Pool] = {}  # by the GPU's UUID: those asked for that the daemon has
         self.error: errors.KVStoreError | None = None
         self._control: deque[pb.ClientMessage] = deque()
         self._queued: deque[tuple[int, pb.Op]] = deque()
         self._sent: dict[int, list[int]] = {}  # tickets by batch number
-        self._leases: dict[int, int] = {}  # ticket of an Acquire -> its lease
+        self._leases: dict[int, int] = {}  # ticket of an Acquire -> its lease; here and below leases go by `lease_name`
         self._granting: dict[int, Granting] = {}
         self._last_ticket = 0
         self._last_batch = 0
@@ -174,16 +176,17 @@ class Session:
             tickets.append(self._last_ticket)
             self._queued.append((self._last_ticket, op))
             if op.HasField("acquire"):
-                self._leases[self._last_ticket] = op.acquire.lease
-                self._granting[op.acquire.lease] = Granting(len(op.acquire.hashes) // 32)
+                lease = lease_name(op.acquire.lease, op.pool)
+                self._leases[self._last_ticket] = lease
+                self._granting[lease] = Granting(len(op.acquire.hashes) // 32)
         return tickets
 
     def granting(self, lease: int) -> Granting | None:
-        """What an acquired lease has so far; None once `forget` was called, or for a lease made otherwise."""
+        """What an acquired lease (a `lease_name`) has so far; None once `forget` was called, or for a lease made otherwise."""
         return self._granting.get(lease)
 
     def forget(self, lease: int) -> None:
-        """Later grants of this lease are of no interest: it was released."""
+        """Later grants of this lease (a `lease_name`) are of no interest: it was released."""
         self._granting.pop(lease, None)
 
     def next_message(self) -> pb.ClientMessage | None:
@@ -222,6 +225,7 @@ class Session:
         match kind:
             case "welcome":
                 self.epoch, self.id = message.epoch, message.welcome.session
+                self.pools = {offer.uuid: Pool.offered(message.epoch, offer) for offer in message.welcome.pools}
                 return [Welcomed(message.welcome)]
             case "ready":
                 return [Opened()]
@@ -276,7 +280,8 @@ class Session:
         return [Settled(lease, granting)] if granting.settled else []
 
     def _granted(self, grant: pb.Grant) -> list[Event]:
-        granting = self._granting.get(grant.lease)
+        lease = lease_name(grant.lease, grant.pool)
+        granting = self._granting.get(lease)
         if granting is None or granting.settled:
             return []
         members = max(grant.members, 1)
@@ -288,7 +293,7 @@ class Session:
             granting.units = np.concatenate([granting.units, units], axis=1)
             granting.generations = np.concatenate([granting.generations, generations], axis=1)
         granting.ended = grant.ended
-        return [Settled(grant.lease, granting)] if grant.ended else []
+        return [Settled(lease, granting)] if grant.ended else []
 
 
 def op_blocks(op: pb.Op) -> int:

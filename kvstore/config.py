@@ -26,7 +26,7 @@ NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE", API_KEY)
 MAX_BYTES = 2**62  # bytes: far above any machine, far below what 64 bits hold
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel's sockaddr_un takes, without its closing zero
 MAX_SECONDS = 86_400.0  # seconds, one day: a longer wait is a mistake in the unit
-ALIASES = {"dram.bytes": "--dram", "nvme.path": "--nvme"}
+ALIASES = {"dram.bytes": "--dram", "nvme.path": "--nvme", "hbm.bytes": "--hbm"}
 
 _BINARY = {f"{prefix}IB": 2 ** (10 * power) for power, prefix in enumerate("KMGTP", 1)}
 _DECIMAL = {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGTP", 1)}
@@ -58,6 +58,22 @@ class DramSettings:
     extent_bytes: int = setting(0, "memory given to one slot size at a time; 0 chooses by the arena's size", unit="bytes")
     prefault: bool = setting(True, "touch the whole arena in the background, so that no request pays for a first touch")
     huge_pages: bool = setting(True, "ask the system for huge pages; without them the daemon says so and goes on")
+
+
+@dataclass(frozen=True)
+class HbmSettings:
+    """GPU memory."""
+
+    bytes: int = setting(0, "memory taken on each GPU for blocks; 0 for none", unit="bytes")
+    devices: str = setting("all", "the GPUs to take it on: all, or their numbers, as in 0,1")
+
+    def numbers(self, count: int) -> tuple[int, ...]:
+        """The GPUs, of so many. Raises ConfigError."""
+        if self.devices == "all":
+            return tuple(range(count))
+        if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", self.devices):
+            raise ConfigError(f"hbm.devices: {self.devices!r} names no GPUs; write all, or numbers as in 0,1")
+        return tuple(dict.fromkeys(int(number) for number in self.devices.split(",")))
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,7 @@ class Settings:
     tcp: str = setting("", "host:port to listen on as well; empty for none")
     metrics: str = setting("127.0.0.1:9464", "host:port of the Prometheus metrics; port 0 takes any free one, empty turns them off")
     dram: DramSettings = field(default_factory=DramSettings)
+    hbm: HbmSettings = field(default_factory=HbmSettings)
     nvme: NvmeSettings = field(default_factory=NvmeSettings)
     index: IndexSettings = field(default_factory=IndexSettings)
     eviction: str = setting("lru", "which blocks go first when a tier is full", choices=("lru", "s3fifo", "cost"))
@@ -120,6 +137,7 @@ class Settings:
             raise ConfigError(f"listen: {self.listen!r} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a socket may have; choose another")
         if self.dram.extent_bytes > self.dram.bytes:
             raise ConfigError("dram.extent_bytes is more than dram.bytes; set 0, or a part of the arena")
+        self.hbm.numbers(0)
         for name, address in (("tcp", self.tcp), ("metrics", self.metrics)):
             if address:
                 split_address(name, address)

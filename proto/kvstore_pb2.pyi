@@ -122,20 +122,32 @@ class ClientMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., locked: _Optional[_Union[Locked, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("client", "guarantee_bytes", "limit_bytes", "resume_session", "resume_token", "maps_arena")
+    __slots__ = ("client", "guarantee_bytes", "limit_bytes", "resume_session", "resume_token", "maps_arena", "pools")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     GUARANTEE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESUME_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MAPS_ARENA_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     client: str
     guarantee_bytes: int
     limit_bytes: int
     resume_session: int
     resume_token: bytes
     maps_arena: bool
-    def __init__(self, client: _Optional[str] = ..., guarantee_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., resume_session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., maps_arena: _Optional[bool] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolTerms]
+    def __init__(self, client: _Optional[str] = ..., guarantee_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., resume_session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., maps_arena: _Optional[bool] = ..., pools: _Optional[_Iterable[_Union[PoolTerms, _Mapping]]] = ...) -> None: ...
+
+class PoolTerms(_message.Message):
+    __slots__ = ("uuid", "guarantee_bytes", "limit_bytes")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    guarantee_bytes: int
+    limit_bytes: int
+    def __init__(self, uuid: _Optional[str] = ..., guarantee_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
 
 class Locked(_message.Message):
     __slots__ = ()
@@ -154,20 +166,22 @@ class Batch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ...) -> None: ...
 
 class Op(_message.Message):
-    __slots__ = ("acquire", "claim", "reserve", "commit", "abandon", "release")
+    __slots__ = ("acquire", "claim", "reserve", "commit", "abandon", "release", "pool")
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     acquire: Acquire
     claim: Claim
     reserve: Reserve
     commit: Commit
     abandon: Abandon
     release: Release
-    def __init__(self, acquire: _Optional[_Union[Acquire, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    pool: int
+    def __init__(self, acquire: _Optional[_Union[Acquire, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., pool: _Optional[int] = ...) -> None: ...
 
 class Acquire(_message.Message):
     __slots__ = ("lease", "namespace_id", "group", "hashes", "timeout_s", "token_ids", "root")
@@ -264,20 +278,34 @@ class ServerMessage(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., reply: _Optional[_Union[BatchReply, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session", "resume_token", "arena_path", "arena_bytes", "arena_header_bytes", "session_path")
+    __slots__ = ("session", "resume_token", "arena_path", "arena_bytes", "arena_header_bytes", "session_path", "pools")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     ARENA_HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSION_PATH_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     session: int
     resume_token: bytes
     arena_path: str
     arena_bytes: int
     arena_header_bytes: int
     session_path: str
-    def __init__(self, session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., arena_header_bytes: _Optional[int] = ..., session_path: _Optional[str] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolOffer]
+    def __init__(self, session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., arena_header_bytes: _Optional[int] = ..., session_path: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolOffer, _Mapping]]] = ...) -> None: ...
+
+class PoolOffer(_message.Message):
+    __slots__ = ("pool", "uuid", "socket_path", "bytes")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    uuid: str
+    socket_path: str
+    bytes: int
+    def __init__(self, pool: _Optional[int] = ..., uuid: _Optional[str] = ..., socket_path: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()
@@ -346,20 +374,22 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("lease", "first_block", "members", "units", "generations", "ended")
+    __slots__ = ("lease", "first_block", "members", "units", "generations", "ended", "pool")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     lease: int
     first_block: int
     members: int
     units: bytes
     generations: bytes
     ended: str
-    def __init__(self, lease: _Optional[int] = ..., first_block: _Optional[int] = ..., members: _Optional[int] = ..., units: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ended: _Optional[str] = ...) -> None: ...
+    pool: int
+    def __init__(self, lease: _Optional[int] = ..., first_block: _Optional[int] = ..., members: _Optional[int] = ..., units: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., ended: _Optional[str] = ..., pool: _Optional[int] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("code", "text")
@@ -478,18 +508,20 @@ class ClearRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class ClearReply(_message.Message):
-    __slots__ = ("epoch", "blocks", "dram_bytes", "nvme_bytes", "held_blocks")
+    __slots__ = ("epoch", "blocks", "dram_bytes", "nvme_bytes", "held_blocks", "hbm_bytes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HBM_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     blocks: int
     dram_bytes: int
     nvme_bytes: int
     held_blocks: int
-    def __init__(self, epoch: _Optional[str] = ..., blocks: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ...) -> None: ...
+    hbm_bytes: int
+    def __init__(self, epoch: _Optional[str] = ..., blocks: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., held_blocks: _Optional[int] = ..., hbm_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

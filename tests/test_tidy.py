@@ -33,7 +33,7 @@ MAY_BE_IMPORTED_BY = {
     "replay": ("cli",),
     "bench": ("cli",),
     "testing": ("bench",),
-    "cli": (),
+    "cli": ("testing.fake_gpu_daemon",),  # it runs the real command, over a driver for tests
 }
 CACHE_NEVER_IMPORTS = {"time", "random", "asyncio", "threading", "os", "socket", "logging"}
 HEAVY = {"torch", "transformers", "cupy"}  # not in a base install

@@ -83,6 +83,16 @@ class HbmTier:
             raise
 
     @property
+    def label(self) -> str:
+        """What stats, metrics and logs call it: hbm: and the GPU's number."""
+        return f"hbm:{self._options.device}"
+
+    @property
+    def lost(self) -> str:
+        """What ended the GPU's context, so that nothing works there any more; empty while it does."""
+        return self._lost
+
+    @property
     def capacity_bytes(self) -> int:
         """Size of the range."""
         return self._options.capacity_bytes

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache import checking, claims, completions, demoting, finding, hints, invariants, reading, recovery, sessions, writing
 from kvstore.cache.eviction.base import PolicyMaker
+from kvstore.cache.leaving import remove
 from kvstore.cache.messages import (
     Abandon,
     Acquire,
@@ -104,6 +105,10 @@ class Cache:
         return sessions.attach(self.state, request)
 
     def heard(self, session: int, now: float) -> None:
+    def refuses(self, request: Attach) -> Refused | None:
+        """Why `attach` would refuse, if it would: for who attaches in several cores, or in none."""
+        return sessions.refuses(self.state, request)
+
         """A sign of life from a session."""
         self._at(now)
         if known := self.state.sessions.get(session):
@@ -170,6 +175,16 @@ class Cache:
         return demoting.next_writes(self.state, limit)
 
     def next_sums(self, limit_bytes: int) -> list[StartVerify]:
+    def has(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
+        """Which blocks are in some tier. [n]"""
+        return finding.present_in(self.state, self.state.index.find(namespace, hashes))
+
+    def forget(self, namespace: int, hashes: Hashes) -> None:
+        """Take blocks out of every tier by force; whoever holds one keeps its slot."""
+        for row in self.state.index.find(namespace, hashes).tolist():
+            if row and self.state.index.stored(row):
+                remove(self.state, row)
+
         """With verify = read: blocks whose first checksum is to be taken now, about so many bytes; call when the mover has room."""
         return checking.next_sums(self.state, limit_bytes)
 

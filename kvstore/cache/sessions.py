@@ -46,8 +46,8 @@ def open_namespace(state: State, spec: NamespaceSpec) -> int | Refused:
     return len(state.namespaces) - 1
 
 
-def attach(state: State, request: Attach) -> Done | Refused:
-    """Begin a session, perhaps with the holds of an ended one."""
+def refuses(state: State, request: Attach) -> Refused | None:
+    """Why `attach` would refuse, if it would."""
     if request.session in state.sessions:
         return Refused("ALREADY_EXISTS", f"session {request.session} exists")
     if len(state.sessions) >= state.sizes.max_sessions:
@@ -66,6 +66,14 @@ def attach(state: State, request: Attach) -> Done | Refused:
         return Refused(
             "RESOURCE_EXHAUSTED", f"{request.guarantee_bytes} bytes asked as guarantee, {left} are not promised yet; ask for less"
         )
+    return None
+
+
+def attach(state: State, request: Attach) -> Done | Refused:
+    """Begin a session, perhaps with the holds of an ended one."""
+    if refused := refuses(state, request):
+        return refused
+    old = state.sessions.get(request.resume) if request.resume else None
     counts = np.zeros(state.dram.max_slots + 1, np.uint16)
     heard_at = math.inf if request.own else state.now
     session = Session(request.session, request.tenant, request.guarantee_bytes, request.limit_bytes, counts, heard_at)

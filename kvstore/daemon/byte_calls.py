@@ -77,7 +77,7 @@ class InnerSession:
         """For a lease or a reservation."""
         return next(self._ids)
 
-    def granted(self, granted: Granted) -> None:
+    def granted(self, granted: Granted, pool: int = 0) -> None:
         """Collect the units of a lease until no more will come."""
         future, units = self._waiting.get(granted.lease, (None, []))
         units.extend(np.where(granted.generations[0] > 0, granted.units[0].astype(np.int64), HOLE).tolist())

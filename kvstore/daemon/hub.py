@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from kvstore import errors
 from kvstore.cache.core import Cache
 from kvstore.cache.messages import (
     AssignExtent,
+    Attach,
     ClearFinished,
     Corrupted,
     Decision,
+    Done,
     Granted,
     Mark,
     Notice,
+    Refused,
     SessionEnded,
     StartDelete,
     StartRead,
@@ -31,6 +34,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.daemon.namespaces import Namespaces
 from kvstore.daemon.notices import Notices
+from kvstore.daemon.pools import GpuPool, Pools, Terms
 from kvstore.daemon.sessions import Sessions
 from kvstore.daemon.transfers import Transfers
 from kvstore.tiers.dram import DramTier
@@ -43,8 +47,8 @@ log = logging.getLogger(__name__)
 class Grantee(Protocol):
     """Whoever is told of a session's grants: its stream, or a call that reads for a client elsewhere."""
 
-    def granted(self, granted: Granted) -> None:
-        """More blocks of a lease are readable."""
+    def granted(self, granted: Granted, pool: int = 0) -> None:
+        """More blocks of a lease are readable, in a pool's memory or (0) in dram."""
 
     def ended(self, reason: str) -> None:
         """The session is over."""
@@ -60,6 +64,7 @@ class Hub:
         self.sessions = Sessions(dram)
         self.notices = Notices(epoch, self.namespaces)
         self.transfers: Transfers | None = None  # none until the daemon is put together
+        self.pools: Pools | None = None  # none without GPUs
         self._dram = dram
         self._loop = asyncio.get_running_loop()
         self._grantees: dict[int, Grantee] = {}
@@ -80,6 +85,8 @@ class Hub:
         if decisions:
             self._active_at = self.now
         self._carry_out(decisions, before_grants)
+        if self.pools is not None:
+            self.pools.settle()
         if self.transfers is not None:
             self.transfers.kick()
 
@@ -120,6 +127,8 @@ class Hub:
                         waiting.set_result(None)
                 case Corrupted():
                     self._log_corruption(decision)
+                    if self.pools is not None:
+                        self.pools.forget(decision.namespace, decision.hash)
 
     def _mark(self, mark: Mark) -> None:
         try:
@@ -144,6 +153,18 @@ class Hub:
 
     # ---- sessions
 
+    def attach(self, request: Attach, terms: Mapping[int, Terms]) -> Done | Refused:
+        """Attach a session in dram's core and in those of pools (`terms`, by number): in all, or in none."""
+        others = self.pools.attaches(request, terms) if self.pools is not None else []
+        for cache, each in others:
+            if refused := cache.refuses(each):
+                return refused
+        answer = self.cache.attach(request, self.now)
+        if not isinstance(answer, Refused):
+            for cache, each in others:
+                cache.attach(each, self.now)
+        return answer
+
     def join(self, session: int, grantee: Grantee) -> None:
         """From now on this one is told of the session's grants."""
         self._grantees[session] = grantee
@@ -160,6 +181,8 @@ class Hub:
             log.info("session %d ended: %s", session, reason, extra={"client": known.client, "tenant": known.tenant})
         if grantee := self._grantees.pop(session, None):
             grantee.ended(reason)
+        if self.pools is not None:
+            self.pools.session_ended(session, reason)
 
     def beat(self) -> None:
         """An open stream is a sign of life: grpc's own keep-alive closes it when the other side is silent for too long."""
@@ -170,12 +193,17 @@ class Hub:
         """Free what the dead have left. A few times a second."""
         for session in self.sessions.gone():
             self.cache.process_gone(session)
+            if self.pools is not None:
+                self.pools.process_gone(session, self.now)
             self.sessions.forget(session)
         if len(freed := self.sessions.survivors_gone()):
             self.cache.survivors_gone(freed)
+        if self.pools is not None:
+            self.pools.collect(self.now)
         if self.now - self._active_at > IDLE_S:
-            for broken in self.cache.check():
-                log.error("a rule of the cache is broken; please report this line and what went before: %s", broken)
+            for cache in (self.cache, *(self.pools.caches() if self.pools is not None else ())):
+                for broken in cache.check():
+                    log.error("a rule of the cache is broken; please report this line and what went before: %s", broken)
 
     # ---- calls that decide nothing
 
@@ -183,6 +211,19 @@ class Hub:
         """All blocks of a namespace, in pieces: (tier, packed hashes, packed parents)."""
         for tier, hashes, parents in self.cache.snapshot(namespace):
             yield tier.name.lower(), hashes, parents
+        if self.pools is not None:
+            for hashes, parents in self.pools.snapshot(namespace):
+                yield "hbm", hashes, parents
+
+    def use_pools(self, pools: Iterable[GpuPool]) -> Pools:
+        """From now on blocks can be in these GPUs' memory too. Before any namespace is open."""
+        self.pools = Pools(pools, self._granted_in, self.notices.publish)
+        self.namespaces.also = self.pools.open
+        return self.pools
+
+    def _granted_in(self, pool: int, granted: Granted) -> None:
+        if grantee := self._grantees.get(granted.session):
+            grantee.granted(granted, pool)
 
     def start_clear(self, namespaces: tuple[int, ...]) -> tuple[int, int, int, int, asyncio.Future[None]]:
         """Remove all blocks: (blocks, dram bytes, nvme bytes, still held, a future that is done when the disk has forgotten them)."""

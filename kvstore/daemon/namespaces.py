@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Namespaces:
 
     def __init__(self, cache: Cache) -> None:
         self.facts: dict[int, NamespaceFacts] = {}
+        self.also: Callable[[int, NamespaceSpec], None] | None = None  # opens it in the cores of pools, under the same id
         self._cache = cache
         self._open: dict[int, KnownNamespace] = {}
 
@@ -84,6 +85,8 @@ class Namespaces:
         answer = self._cache.open_namespace(spec)
         if isinstance(answer, Refused):
             raise wire.refusal(answer)
+        if self.also is not None:
+            self.also(answer, spec)
         self.facts[answer] = NamespaceFacts(digest, geometry.slot_units, geometry.block_bytes)
         tails = tails or (known is not None and known.tails)
         self._open[answer] = KnownNamespace(answer, tenant, digest, dict(fields), geometry, keep, tails)

@@ -104,7 +104,7 @@ class Daemon:
         self._stop_metrics: Callable[[], None] | None = None
         self._metrics_place = ""
         self._health = health.aio.HealthServicer()
-        probes = {"nvme": parts.nvme.probe} if parts.nvme is not None else {}
+        probes = parts.hbm.probes() | ({"nvme": parts.nvme.probe} if parts.nvme is not None else {})
         self._health_watch = HealthWatch(parts.health, self._health, SERVICE, probes)
         self._server = grpc.aio.server(options=_options(settings), maximum_concurrent_rpcs=MAX_CALLS)
         self._ticker: asyncio.Task[None] | None = None
@@ -131,7 +131,8 @@ class Daemon:
     def readiness(self) -> str:
         """The line that says that clients may come."""
         dram, nvme = self._parts.dram, self._parts.nvme
-        tiers = [f"dram {format_bytes(dram.capacity_bytes)}", f"nvme {format_bytes(nvme.capacity_bytes) if nvme else 'off'}"]
+        pools = [f"{tier.label} {format_bytes(tier.capacity_bytes)}" for tier in self._parts.hbm.tiers]
+        tiers = [*pools, f"dram {format_bytes(dram.capacity_bytes)}", f"nvme {format_bytes(nvme.capacity_bytes) if nvme else 'off'}"]
         metrics = [f"metrics {self._metrics_place}"] if self._metrics_place else []
         return f"kvstore ready on {self._settings.listen} ({', '.join([*tiers, *metrics])})"
 
@@ -230,6 +231,7 @@ class Daemon:
         attached = bool(self._hub.sessions)
         self._hub.sessions.close()
         self._parts.stop_remembering()
+        self._parts.hbm.close()
         if nvme is not None:
             try:
                 await nvme.stop_clean()

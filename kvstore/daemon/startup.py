@@ -22,6 +22,7 @@ from kvstore.cache.messages import Recovered
 from kvstore.cache.state import CacheSizes, extent_bytes_for
 from kvstore.config import Settings, format_bytes
 from kvstore.daemon.copier import Copier
+from kvstore.daemon.hbm_parts import HbmParts, open_hbm
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.mover import MoverLimits, Pulls
 from kvstore.daemon.namespaces import KnownNamespace
@@ -46,6 +47,7 @@ class Parts:
     hub: Hub
     dram: DramTier
     nvme: NvmeTier | None
+    hbm: HbmParts
     stuck_s: float  # a transfer that is under way for longer than anybody waits shows as degraded
     _refused: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # namespaces that the disk is asked again to remember
 
@@ -87,7 +89,7 @@ class Parts:
 
     def health(self) -> dict[str, Health]:
         """Every tier's."""
-        states = {"dram": self.dram.health()}
+        states = {"dram": self.dram.health(), **self.hbm.health()}
         if self.nvme is not None:
             states["nvme"] = self.nvme.health()
             if self.hub.transfers is not None and (stuck_s := self.hub.transfers.longest_out_s()) > self.stuck_s:
@@ -105,8 +107,12 @@ async def build(settings: Settings) -> Parts:
         if nvme is not None:
             nvme.close()
         raise
+    hbm = HbmParts()
     try:
+        hbm = await asyncio.to_thread(open_hbm, settings, dram.memory)
         hub = Hub(Cache(_sizes(settings, dram, nvme)), dram, epoch)
+        if hbm.tiers:
+            hub.use_pools(hbm.pools(settings))
         _keep_survivors(hub, dram)
         hub.transfers = _transfers(settings, hub, dram, nvme)
         if nvme is not None:
@@ -114,15 +120,16 @@ async def build(settings: Settings) -> Parts:
         hub.cache.dram_ready(dram.touched_units)
         hub.settle()
     except BaseException:
+        hbm.close()
         dram.close()
         if nvme is not None:
             nvme.close()
         raise
-    for note in (*dram.notes, *(nvme.notes if nvme else ())):
+    for note in (*dram.notes, *hbm.notes, *(nvme.notes if nvme else ())):
         log.warning("%s", note)
     if library() is None:
         log.info("index: searched with numpy, for want of the compiled library; install again with a C compiler (cc) for a faster one")
-    return Parts(hub, dram, nvme, settings.acquire_timeout_s)
+    return Parts(hub, dram, nvme, hbm, settings.acquire_timeout_s)
 
 
 async def _open_nvme(settings: Settings) -> NvmeTier | None:

@@ -30,6 +30,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.daemon import wire
 from kvstore.daemon.hub import Hub
+from kvstore.daemon.pool_calls import core_in, pool_offers, pool_terms
 from kvstore.daemon.sessions import Attached
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.dram import DramTier
@@ -141,9 +142,9 @@ class SessionStream:
 
     # ---- as the session's grantee
 
-    def granted(self, granted: Granted) -> None:
+    def granted(self, granted: Granted, pool: int = 0) -> None:
         """Send a grant: with the answer of the batch that is being carried out, or by itself."""
-        grants = wire.grants_of(granted)
+        grants = wire.grants_of(granted, pool)
         if self._at_once is not None:
             self._at_once.extend(grants)
             return
@@ -204,6 +205,7 @@ class SessionStream:
         old = hub.sessions.resumable(hello.resume_session, hello.resume_token, self._tenant) if hello.resume_session else None
         session = hub.sessions.begin(self._tenant, client, maps_arena=hello.maps_arena)
         limit_bytes = min(filter(None, (hello.limit_bytes, self._limits.limit_bytes)), default=0)
+        terms = pool_terms(hub.pools, hello)
         attach = Attach(session.id, self._tenant, hello.guarantee_bytes, limit_bytes, old.id if old else 0)
         answer = hub.cache.attach(attach, hub.now)
         if isinstance(answer, Refused):
@@ -214,7 +216,7 @@ class SessionStream:
             hub.sessions.take_over(old, session)
         hub.join(session.id, self)
         log.info("session %d attached", session.id, extra={"client": client, "tenant": self._tenant, "resumes": hello.resume_session})
-        welcome = pb.Welcome(session=session.id, resume_token=session.token)
+        welcome = pb.Welcome(session=session.id, resume_token=session.token, pools=pool_offers(hub.pools, terms))
         if hello.maps_arena:
             welcome.arena_path, welcome.arena_bytes = str(self._dram.path), self._dram.capacity_bytes
             welcome.arena_header_bytes, welcome.session_path = self._dram.header_bytes, str(session.files[-1].path)
@@ -245,21 +247,24 @@ class SessionStream:
         outcome: Outcome
         match request:
             case Acquire():
-                outcome = self._hub.cache.acquire(request, self._hub.now)
+                outcome = cache.acquire(request, self._hub.now)
                 if isinstance(outcome, Acquired):
                     whole = outcome.expected - (outcome.tail_tokens > 0)
                     self._counts[kind, "block_hit"] += whole
                     self._counts[kind, "block_miss"] += len(request.hashes) - whole
             case Claim():
-                outcome = self._hub.cache.claim(request)
+                outcome = cache.claim(request)
+            cache = self._hub.cache
+            if op.pool:
+                cache, kind = core_in(self._hub.pools, op.pool, request), f"{kind}_hbm"
             case Reserve():
-                outcome = self._hub.cache.reserve(request)
+                outcome = cache.reserve(request)
             case Commit():
-                outcome = self._hub.cache.commit(request)
+                outcome = cache.commit(request)
             case Abandon():
-                outcome = self._hub.cache.abandon(request)
+                outcome = cache.abandon(request)
             case Release():
-                outcome = self._hub.cache.release(request)
+                outcome = cache.release(request)
         self._count(kind, outcome)
         return wire.reply_of(outcome, request.reservation if isinstance(request, Reserve | Abandon) else request.lease)
 

@@ -301,7 +301,7 @@ def batch_messages(number: int, replies: list[pb.OpReply], grants: list[pb.Grant
         yield pb.ServerMessage(grant=grant)
 
 
-def grants_of(granted: Granted) -> Iterator[pb.Grant]:
+def grants_of(granted: Granted, pool: int = 0) -> Iterator[pb.Grant]:
     """A grant, in messages of bounded size; the last one says whether more may come."""
     members, count = granted.units.shape
     step = max(1, MAX_GRANT_SLOTS // max(members, 1))
@@ -320,6 +320,7 @@ def grants_of(granted: Granted) -> Iterator[pb.Grant]:
 def packed(words: Units) -> bytes:
     """32-bit numbers for the wire."""
     return np.ascontiguousarray(words, "<u4").tobytes()
+            pool=pool,
 
 
 def refusal(refused: Refused, *, session_ended: bool = False) -> errors.KVStoreError:

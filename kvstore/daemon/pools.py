@@ -1,0 +1,211 @@
+"""The pools of GPU memory: each has a cache core of its own, whose only tier is that pool.
+
+What such a core calls dram is shown as hbm. A session has the same id in every core; only dram's watches for silence. A pool's slots need
+no marks, since no other daemon will have this memory. On the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvstore import errors
+from kvstore.cache.core import Cache
+from kvstore.cache.messages import (
+    UNIT_BYTES,
+    Acquire,
+    Attach,
+    Claim,
+    Granted,
+    NamespaceSpec,
+    Notice,
+    NoticeKind,
+    Refused,
+    Tier,
+    pack_hashes,
+    unpack_hashes,
+)
+from kvstore.cache.state import CacheSizes, extent_bytes_for
+from kvstore.daemon.wire import Input
+from kvstore.tiers.hbm import HbmTier
+
+GONE_S = 1.0  # seconds that a dead process's slots are kept: what it had queued on the GPU may end after its locks
+# What a pool's core counts, by the name under which it is shown; the rest is shown of dram's alone.
+SHOWN = {"committed": "committed_hbm", "evicted_dram": "evicted_hbm", "no_room": "no_room_hbm", "rules_broken": "rules_broken"}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a session wants of one pool; a limit of 0 is none."""
+
+    guarantee_bytes: int
+    limit_bytes: int
+
+
+@dataclass
+class GpuPool:
+    """One GPU's pool. `number`: 1 and up, what operations name it by; `name`: what people call it."""
+
+    number: int
+    tier: HbmTier
+    socket_path: Path
+    cache: Cache
+    lost: str = ""  # why nothing more is put in or found there
+    left_out: dict[int, str] = field(default_factory=dict)  # namespaces whose blocks do not fit, and why
+
+    @property
+    def name(self) -> str:
+        """hbm: and the GPU's number in this process."""
+        return self.tier.label
+
+    def open(self, namespace: int, spec: NamespaceSpec) -> None:
+        """Open a namespace under the id that it has in dram's core."""
+        answer = self.cache.open_namespace(spec)
+        if isinstance(answer, Refused) and namespace not in self.left_out:
+            self.left_out[namespace] = answer.text.replace("dram", self.name)
+            # Something takes the id, which nobody can name: it is of no tenant.
+            answer = self.cache.open_namespace(NamespaceSpec("", b"left out: %d" % namespace, 1, UNIT_BYTES))
+        if answer != namespace and namespace not in self.left_out:
+            raise errors.InternalFault(f"namespace {namespace} is {answer} in {self.name}; please report it")
+
+    def check(self, request: Input) -> None:
+        """Raises for what cannot be done here."""
+        if isinstance(request, Claim) or (isinstance(request, Acquire) and request.group):
+            raise errors.InvalidArgument("groups have no leases in a pool of GPU memory; acquire there namespace by namespace")
+        namespace = getattr(request, "namespace", 0)  # Abandon and Release name none: they work to the end
+        if namespace and self.lost:
+            raise errors.Unavailable(f"{self.name}: {self.lost}")
+        if namespace in self.left_out:
+            raise errors.LimitExceeded(self.left_out[namespace])
+
+
+def core_of(tier: HbmTier, eviction: str, seed: int, max_sessions: int) -> Cache:
+    """A core for a pool of that size. Nothing is checked there: bytes are when they come to dram."""
+    extent_bytes = extent_bytes_for(tier.capacity_bytes)
+    sizes = CacheSizes(tier.capacity_bytes, dram_extent_bytes=extent_bytes, eviction=eviction, seed=seed, max_sessions=max_sessions)
+    cache = Cache(sizes)
+    cache.dram_ready(tier.capacity_bytes // UNIT_BYTES)
+    return cache
+
+
+class Pools:
+    """All of them. The hub calls every method; decisions of their cores are carried out here."""
+
+    def __init__(self, pools: Iterable[GpuPool], granted: Callable[[int, Granted], None], publish: Callable[[Notice], None]) -> None:
+        """`granted` takes a pool's number and a grant of its core; `publish` a notice for watchers."""
+        self.all = {pool.number: pool for pool in pools}
+        self.stored: Callable[[GpuPool, Notice], None] = lambda pool, notice: None  # who copies new blocks down is told of them
+        self._granted = granted
+        self._publish = publish
+        self._leaving: deque[tuple[float, int]] = deque()  # when, and which session's holds end
+
+    def open(self, namespace: int, spec: NamespaceSpec) -> None:
+        """A namespace was opened in dram's core."""
+        for pool in self.all.values():
+            pool.open(namespace, spec)
+
+    # ---- sessions
+
+    def asked(self, wanted: Mapping[str, Terms]) -> dict[int, Terms]:
+        """Which pools a client gets, of the GPUs that it named: by number."""
+        return {pool.number: wanted[pool.tier.pool.uuid] for pool in self.all.values() if pool.tier.pool.uuid in wanted and not pool.lost}
+
+    def attaches(self, request: Attach, terms: Mapping[int, Terms]) -> list[tuple[Cache, Attach]]:
+        """What attaching in dram's core means in each pool: those asked for, and those where the session it resumes had holds."""
+        found = []
+        for pool in self.all.values():
+            resume = request.resume if request.resume in pool.cache.state.sessions else 0
+            asked = terms.get(pool.number, Terms(0, 0))
+            if pool.number in terms or resume:
+                each = replace(request, guarantee_bytes=asked.guarantee_bytes, limit_bytes=asked.limit_bytes, resume=resume, own=True)
+                found.append((pool.cache, each))
+        return found
+
+    def core_for(self, number: int, session: int, request: Input) -> Cache:
+        """Where an operation belongs. Raises InvalidArgument, LimitExceeded, Unavailable."""
+        pool = self.all.get(number)
+        if pool is None or session not in pool.cache.state.sessions:
+            raise errors.InvalidArgument(f"pool {number} was not offered to this session; name its GPU in Hello, and see Welcome.pools")
+        pool.check(request)
+        return pool.cache
+
+    def session_ended(self, session: int, reason: str) -> None:
+        """It ended in dram's core."""
+        for pool in self.all.values():
+            pool.cache.session_lost(session, reason)
+
+    def process_gone(self, session: int, now: float) -> None:
+        """Its process is gone: its holds end when what it had queued on the GPU has, too."""
+        if any(session in pool.cache.state.sessions for pool in self.all.values()):
+            self._leaving.append((now + GONE_S, session))
+
+    def collect(self, now: float) -> None:
+        """A few times a second."""
+        while self._leaving and self._leaving[0][0] <= now:
+            _, session = self._leaving.popleft()
+            for pool in self.all.values():
+                pool.cache.process_gone(session)
+        for pool in self.all.values():
+            pool.cache.tick(now)
+
+    # ---- decisions
+
+    def settle(self) -> None:
+        """Carry out what the cores have decided: grants, and notices as of hbm. There is nothing to mark, and no disk."""
+        for pool in self.all.values():
+            for decision in pool.cache.drain():
+                if isinstance(decision, Granted):
+                    self._granted(pool.number, decision)
+                elif isinstance(decision, Notice) and decision.kind is not NoticeKind.CLEARED:  # that one comes from dram's core
+                    self._tell(pool, decision)
+
+    def _tell(self, pool: GpuPool, notice: Notice) -> None:
+        if notice.kind is NoticeKind.STORED:
+            self.stored(pool, notice)
+        if len(self.all) > 1:
+            notice = self._of_one(pool, notice)
+        if notice.hashes:
+            self._publish(replace(notice, tier=Tier.HBM))
+
+    def _of_one(self, pool: GpuPool, notice: Notice) -> Notice:
+        """What is news though there are other pools: a block is in hbm while any of them has it."""
+        hashes = unpack_hashes(notice.hashes)
+        elsewhere = np.zeros(len(hashes), bool)
+        for other in self.all.values():
+            if other is not pool:
+                elsewhere |= other.cache.has(notice.namespace, hashes)
+        parents = pack_hashes(unpack_hashes(notice.parents)[~elsewhere]) if notice.parents else b""
+        return replace(notice, hashes=pack_hashes(hashes[~elsewhere]), parents=parents)
+
+    # ---- blocks
+
+    def forget(self, namespace: int, block: bytes) -> None:
+        """A block's bytes were found wrong elsewhere."""
+        for pool in self.all.values():
+            pool.cache.forget(namespace, unpack_hashes(block))
+
+    def lose(self, pool: GpuPool, why: str) -> None:
+        """Its GPU is lost: nothing is found there any more. What is held stays, for what it is worth, with its holders."""
+        pool.lost = why
+        pool.cache.clear(0, tuple(range(1, len(pool.cache.state.namespaces))))
+
+    def snapshot(self, namespace: int) -> Iterator[tuple[bytes, bytes]]:
+        """All blocks of a namespace, in pieces, perhaps some twice: (packed hashes, packed parents)."""
+        for pool in self.all.values():
+            for _, hashes, parents in pool.cache.snapshot(namespace):
+                yield hashes, parents
+
+    def caches(self) -> tuple[Cache, ...]:
+        """Every core."""
+        return tuple(pool.cache for pool in self.all.values())
+
+    def counters(self) -> Counter[str]:
+        """What is counted, by the names under which it is shown."""
+        found: Counter[str] = Counter()
+        for cache in self.caches():
+            found.update({shown: cache.state.counters[name] for name, shown in SHOWN.items()})
+        return found

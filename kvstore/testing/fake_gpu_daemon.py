@@ -1,0 +1,58 @@
+"""`kvstore serve` on GPUs that are not there: the fake driver in the real one's place, in a process of its own. And how tests start it.
+
+SIGUSR1 makes its next copy fail, SIGUSR2 loses the first GPU's context.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.cli.main import main as kvstore
+from kvstore.testing.daemon import DaemonProcess
+from kvstore.testing.fake_cuda import FakeCuda
+from kvstore.tiers import hbm
+
+# Variables of the daemon's process: how many GPUs, bytes of each, and whether their memory can be shared as descriptors only.
+GPUS, GPU_BYTES, NO_DESCRIPTORS = "FAKE_GPUS", "FAKE_GPU_BYTES", "FAKE_GPU_NO_DESCRIPTORS"
+COPY_FAILED = 702  # status: CUDA_ERROR_LAUNCH_TIMEOUT
+
+
+class GpuDaemon(DaemonProcess):
+    """As DaemonProcess, with so many fake GPUs, of each of which it takes `hbm`."""
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        flags: Sequence[str] = (),
+        *,
+        hbm: str = "16MiB",
+        gpus: int = 1,
+        gpu_bytes: int = 1 << 30,
+        descriptors: bool = True,
+        **sizes: Any,
+    ) -> None:
+        super().__init__(directory, ["--hbm", hbm, *flags], **sizes)
+        self.program = "kvstore.testing.fake_gpu_daemon"
+        self.environment = {GPUS: str(gpus), GPU_BYTES: str(gpu_bytes)} | ({} if descriptors else {NO_DESCRIPTORS: "1"})
+
+    def fail_copy(self) -> None:
+        """The next copy of the daemon cannot be queued."""
+        os.kill(self.pid, signal.SIGUSR1)
+
+    def lose_gpu(self) -> None:
+        """The first GPU's context is lost."""
+        os.kill(self.pid, signal.SIGUSR2)
+
+
+def main() -> int:
+    """The program of the daemon's process."""
+    environment = os.environ
+    driver = FakeCuda(int(environment.get(GPUS, "1")), int(environment.get(GPU_BYTES, str(1 << 30))), NO_DESCRIPTORS not in environment)
+    hbm.find_driver = lambda: driver
+    signal.signal(signal.SIGUSR1, lambda *_: driver.fail("copy", COPY_FAILED))
+    signal.signal(signal.SIGUSR2, lambda *_: driver.lose(0))
+    return kvstore()
