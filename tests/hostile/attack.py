@@ -59,7 +59,7 @@ class Attack:
 
     def _look_around(self) -> None:
         stub = KVStoreStub(self._channel)
-        replies = [stub.OpenNamespace(request, timeout=ANSWER_S) for request in OPENS]
+        replies = [stub.OpenNamespace(request, timeout=ANSWER_S, wait_for_ready=True) for request in OPENS]
         self._words.epoch, self._digest = replies[0].epoch, replies[0].digest
         self._words.namespaces = [reply.namespace_id for reply in replies]
 
