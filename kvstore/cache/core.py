@@ -104,11 +104,11 @@ class Cache:
         self._at(now)
         return sessions.attach(self.state, request)
 
-    def heard(self, session: int, now: float) -> None:
     def refuses(self, request: Attach) -> Refused | None:
         """Why `attach` would refuse, if it would: for who attaches in several cores, or in none."""
         return sessions.refuses(self.state, request)
 
+    def heard(self, session: int, now: float) -> None:
         """A sign of life from a session."""
         self._at(now)
         if known := self.state.sessions.get(session):
@@ -161,6 +161,16 @@ class Cache:
     def unpin(self, namespace: int, hashes: Hashes) -> Done:
         return hints.pin(self.state, namespace, hashes, on=False)
 
+    def has(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
+        """Which blocks are in some tier. [n]"""
+        return finding.present_in(self.state, self.state.index.find(namespace, hashes))
+
+    def forget(self, namespace: int, hashes: Hashes) -> None:
+        """Take blocks out of every tier by force; whoever holds one keeps its slot."""
+        for row in self.state.index.find(namespace, hashes).tolist():
+            if row and self.state.index.stored(row):
+                remove(self.state, row)
+
     def clear(self, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
         return recovery.clear(self.state, clear_id, namespaces)
 
@@ -175,16 +185,6 @@ class Cache:
         return demoting.next_writes(self.state, limit)
 
     def next_sums(self, limit_bytes: int) -> list[StartVerify]:
-    def has(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
-        """Which blocks are in some tier. [n]"""
-        return finding.present_in(self.state, self.state.index.find(namespace, hashes))
-
-    def forget(self, namespace: int, hashes: Hashes) -> None:
-        """Take blocks out of every tier by force; whoever holds one keeps its slot."""
-        for row in self.state.index.find(namespace, hashes).tolist():
-            if row and self.state.index.stored(row):
-                remove(self.state, row)
-
         """With verify = read: blocks whose first checksum is to be taken now, about so many bytes; call when the mover has room."""
         return checking.next_sums(self.state, limit_bytes)
 

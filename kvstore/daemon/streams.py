@@ -204,10 +204,10 @@ class SessionStream:
         client = wire.text_of(hello.client, "client")
         old = hub.sessions.resumable(hello.resume_session, hello.resume_token, self._tenant) if hello.resume_session else None
         session = hub.sessions.begin(self._tenant, client, maps_arena=hello.maps_arena)
-        limit_bytes = min(filter(None, (hello.limit_bytes, self._limits.limit_bytes)), default=0)
         terms = pool_terms(hub.pools, hello)
+        limit_bytes = min(filter(None, (hello.limit_bytes, self._limits.limit_bytes)), default=0)
         attach = Attach(session.id, self._tenant, hello.guarantee_bytes, limit_bytes, old.id if old else 0)
-        answer = hub.cache.attach(attach, hub.now)
+        answer = hub.attach(attach, terms)
         if isinstance(answer, Refused):
             hub.sessions.forget(session.id)
             raise wire.refusal(answer)
@@ -241,6 +241,9 @@ class SessionStream:
         kind = op.WhichOneof("kind") or "none"
         try:
             request = wire.input_of(op, session, self._hub.now, self._limits.longest_wait_s)
+            cache = self._hub.cache
+            if op.pool:
+                cache, kind = core_in(self._hub.pools, op.pool, request), f"{kind}_hbm"
         except errors.KVStoreError as error:
             self._counts[kind, error.code.lower()] += 1
             return wire.error_reply(error)
@@ -254,9 +257,6 @@ class SessionStream:
                     self._counts[kind, "block_miss"] += len(request.hashes) - whole
             case Claim():
                 outcome = cache.claim(request)
-            cache = self._hub.cache
-            if op.pool:
-                cache, kind = core_in(self._hub.pools, op.pool, request), f"{kind}_hbm"
             case Reserve():
                 outcome = cache.reserve(request)
             case Commit():

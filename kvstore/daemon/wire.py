@@ -314,13 +314,13 @@ def grants_of(granted: Granted, pool: int = 0) -> Iterator[pb.Grant]:
             units=packed(granted.units[:, start : start + step]),
             generations=packed(granted.generations[:, start : start + step]),
             ended=granted.ended or "" if last else "",
+            pool=pool,
         )
 
 
 def packed(words: Units) -> bytes:
     """32-bit numbers for the wire."""
     return np.ascontiguousarray(words, "<u4").tobytes()
-            pool=pool,
 
 
 def refusal(refused: Refused, *, session_ended: bool = False) -> errors.KVStoreError:
