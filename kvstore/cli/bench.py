@@ -14,6 +14,7 @@ BENCHES = {
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "scale": "memory and time a block as the index grows to ten million, and the start from disk",
     "load": "the worker's engine under arriving requests, beside transformers' batching and vLLM, on the same ones",
+    "disagg": "a worker for prompts and one for texts, beside two for both, under long prompts among texts",
     "multiturn": "conversations that go on after their KV went to the disk, with the store and without it",
     "peers": "beside LMCache's server, Mooncake Store and Redis, on the same work",
     "tails": "tokens found with partial tails and without, on a made-up conversation load",

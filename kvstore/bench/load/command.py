@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Returns 0, or 1 where this project's engine did not do all that it was asked, or kept something."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the engines end with it
     names = checked(args.only)
-    model = _model(args.model)
+    model = model_folder(args.model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     shape = Shape(args.requests, args.rate, args.scale, int(config["max_position_embeddings"]), args.seed)
     load = _load(args.trace, shape, model)
@@ -100,7 +100,8 @@ def _load(trace: Path, shape: Shape, model: Path) -> Load:
     return make(read_trace(trace), shape, encode, text)
 
 
-def _model(folder: Path | None) -> Path:
+def model_folder(folder: Path | None) -> Path:
+    """Where the model lies: `folder`, or the bundled one. Raises InvalidArgument where there is none."""
     from kvstore.worker.bundled import bundled_folder
 
     model = bundled_folder() if folder is None else folder
