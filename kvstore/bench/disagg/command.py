@@ -35,7 +35,7 @@ HELP = "\n".join(
         "Both setups have a daemon of their own and are warmed up. Prints the time to the first token and between tokens, by kind.",
     ]
 )
-WARMING = 1_000_000  # numbers of passages from here on are strangers to the load
+WARMING = 1_000_000  # passages: their numbers from here on are of strangers to the load, which has fewer
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def make(plan: Plan, encode: Callable[[str], list[int]], first: int = 0) -> list
     """The load, by arrival: prompts of real text, no two of which begin alike. `first`: the number of its first passage."""
     text = files("kvstore.cli").joinpath("demo_text.txt").read_text(encoding="utf-8")
     generator = np.random.default_rng(plan.seed)
-    load = []
+    load: list[Asked] = []
     for kind, count, tokens, answer, every_s in (
         ("talk", plan.talks, plan.talk_tokens, plan.talk_answer, plan.talk_every_s),
         ("read", plan.reads, plan.read_tokens, plan.read_answer, plan.read_every_s),
