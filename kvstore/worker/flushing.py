@@ -38,6 +38,10 @@ class Flushing:
         """The engine's; see `requests.Serving`."""
         return self._inner.figures()
 
+    def health(self) -> str:
+        """The engine's; see `requests.Serving`."""
+        return self._inner.health()
+
     def close(self) -> None:
         """Wait for the ends that are under way. Idempotent."""
         self._threads.shutdown(wait=True)

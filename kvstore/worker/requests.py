@@ -121,3 +121,6 @@ class Serving(Protocol):
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges by metric name (without a prefix); names that end in _total only ever rise."""
+
+    def health(self) -> str:
+        """Why no request would be answered now; "" where they are."""

@@ -1,12 +1,13 @@
 """An engine in a thread of its own, for callers on any thread: what the HTTP server and `kvstore chat` talk to.
 
 Requests and cancellations wait in a queue that the engine's thread empties before each step. An engine that breaks fails the requests
-it had, and goes on with the next.
+it had, and goes on with the next. `health` says where its thread has ended, or has been at one thing for too long.
 """
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from kvstore.worker.sampling import check
 MAX_WAITING = 256  # requests that may wait: beyond, a caller is told to come again later
 IDLE_S = 0.5  # seconds: how often an idle engine looks whether it is to stop
 CLOSE_S = 30.0  # seconds that `close` waits for the step under way
+STUCK_S = 120.0  # seconds of one step: a hundred times those of a long one, and more than a machine is stopped for to be moved
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +40,17 @@ class Ticket:
 
 
 class EngineThread:
-    """See `requests.Serving`. Takes the engine over: `close` closes it."""
+    """See `requests.Serving`. Takes the engine over: `close` closes it. After `stuck_s` seconds of one step it is taken for stuck."""
 
-    def __init__(self, engine: Engine, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, engine: Engine, max_waiting: int = MAX_WAITING, stuck_s: float = STUCK_S) -> None:
         self._engine = engine
-        self._max_waiting = max_waiting
+        self._max_waiting, self._stuck_s = max_waiting, stuck_s
+        self._began_at: float | None = None  # monotonic seconds, since when the thread is at one step; None while it waits to be asked
         self._asked: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._new = 0  # requests in the queue, guarded by _lock
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._fault = ""  # what ended the thread, where nobody asked it to
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._thread.start()
 
@@ -71,8 +75,16 @@ class EngineThread:
         self._asked.put(what)
 
     def figures(self) -> dict[str, float]:
-        """See `requests.Serving.figures`."""
-        return self._engine.figures()
+        """See `requests.Serving.figures`; `healthy` is 1, or 0 where `health` has a reason."""
+        return {**self._engine.figures(), "healthy": float(not self.health())}
+
+    def health(self) -> str:
+        """See `requests.Serving.health`."""
+        if not self._thread.is_alive() or self._stopping.is_set():
+            return f"the engine has ended{self._fault}"
+        began_at = self._began_at
+        took_s = 0.0 if began_at is None else time.monotonic() - began_at
+        return f"the engine has been at one step for {took_s:.0f} s" if took_s > self._stuck_s else ""
 
     def close(self) -> None:
         """Cancel everything and end the thread. Idempotent."""
@@ -96,7 +108,8 @@ class EngineThread:
             with self._engine.at_work():
                 while not self._stopping.is_set():
                     self._turn()
-        except Exception:  # the edge of a thread: whoever waits for answers is told below
+        except BaseException as error:  # the edge of a thread: whoever waits for answers is told below
+            self._fault = f": {type(error).__name__}: {error}"
             log.exception("the engine's thread ended")
         finally:
             with self._lock:  # whoever submits has put its request into the queue before, or is refused
@@ -108,6 +121,7 @@ class EngineThread:
         """Everything that was asked, and steps until there is nothing to do or something is asked."""
         busy = True
         while busy and not self._stopping.is_set():
+            self._began_at = time.monotonic()
             self._settle()
             try:
                 busy = self._engine.step()
@@ -117,10 +131,13 @@ class EngineThread:
             except Exception as error:  # whatever broke: those that ran are told, and the next ones are served
                 log.exception("a step failed")
                 self._engine.drop_all(InternalFault(f"a step of the model failed: {error}; the requests under way are lost"))
+        self._began_at = None
         try:
-            self._asked_now(self._asked.get(timeout=IDLE_S))
+            what = self._asked.get(timeout=IDLE_S)
         except queue.Empty:
             return
+        self._began_at = time.monotonic()
+        self._asked_now(what)
 
     def _settle(self) -> None:
         while not self._asked.empty():

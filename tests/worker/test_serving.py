@@ -1,5 +1,6 @@
 """An engine in a thread of its own: requests from any thread, cancellation, a step that breaks, the end."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -149,6 +150,23 @@ def test_its_end_ends_every_request(tiny: LoadedModel, store: Watched) -> None:
     with pytest.raises(SessionEnded):
         serving.submit(Request(prompt(9), 2), Waiting())
     serving.close()
+    assert store.held_bytes == 0
+
+
+def test_a_thread_that_ends_by_itself_tells_everybody_and_says_why(
+    tiny: LoadedModel, store: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = EngineThread(Engine(tiny, store))
+    assert serving.health() == ""
+    monkeypatch.setattr(serving._engine, "step", lambda: sys.exit("nothing goes any more"))
+    lost = Waiting()
+    serving.submit(Request(prompt(9), 2), lost)
+    assert lost.end().finish is Finish.CANCELLED
+    serving._thread.join(WAIT_S)
+    assert serving.health() == "the engine has ended: SystemExit: nothing goes any more"
+    assert serving.figures()["healthy"] == 0
+    with pytest.raises(SessionEnded):
+        serving.submit(Request(prompt(9), 2), Waiting())
     assert store.held_bytes == 0
 
 

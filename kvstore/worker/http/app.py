@@ -24,7 +24,6 @@ from kvstore.errors import (
     NotFound,
     PermissionDenied,
     ResourceExhausted,
-    SessionEnded,
     Unavailable,
 )
 from kvstore.worker.answering import Wanted
@@ -63,7 +62,6 @@ class App:
         self._calls: set[Call] = set()
         self._open = 0
         self._began_at = int(time.time())
-        self._engine_ended = False
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
@@ -161,11 +159,7 @@ class App:
         wanted = Wanted(asked.stop, asked.skip_special, asked.sampling.logprobs >= 0)
         call = Call(prepared, wanted, self._texts, self._metrics, request.state.began_at)
         shapes = Shapes(asked, self._texts, self._settings.name)
-        try:
-            call.submit(self._serving, self._inbox)
-        except SessionEnded:
-            self._engine_ended = True
-            raise
+        call.submit(self._serving, self._inbox)
         self._calls.add(call)
         stream = Stream(asked, call, shapes, self._over) if asked.stream else None
         handed_on = False
@@ -233,7 +227,7 @@ class App:
         }
 
     async def _health(self, request: Request) -> Response:
-        status = "ending" if self.draining else "the engine has ended" if self._engine_ended else "ok"
+        status = "ending" if self.draining else self._serving.health() or "ok"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import KVStoreError
 from kvstore.worker.http.app import App, Settings
 from kvstore.worker.http.server import Ending, Server
-from kvstore.worker.requests import Choice, Ended, Finish, Listener, Made, Request, Started
+from kvstore.worker.requests import Choice, Ended, Finish, Listener, Made, Request, Serving, Started
 from kvstore.worker.texts import Texts
 
 WAIT_S = 60.0  # for what must come; a busy machine takes its time
@@ -49,10 +49,11 @@ class Taken:
 
 
 class Scripted:
-    """An engine whose answers a test writes. `refusal` is raised instead of taking a request."""
+    """An engine whose answers a test writes. `refusal` is raised instead of taking a request; `illness` is what its health says."""
 
     def __init__(self, texts: Texts) -> None:
         self.refusal: BaseException | None = None
+        self.illness = ""
         self._texts = texts
         self._taken: queue.SimpleQueue[Taken] = queue.SimpleQueue()
 
@@ -65,6 +66,9 @@ class Scripted:
 
     def figures(self) -> dict[str, float]:
         return {"running": 2.0, "steps_total": 31.0}
+
+    def health(self) -> str:
+        return self.illness
 
     def next(self) -> Taken:
         """The next request that was taken."""
@@ -91,15 +95,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(texts: Texts, settings: Settings, ending: Ending) -> Iterator[Running]:
-    """Serve until the end of the block."""
+def running(texts: Texts, settings: Settings, ending: Ending, serving: Serving | None = None) -> Iterator[Running]:
+    """Serve until the end of the block, before `serving` rather than a scripted engine where it is given."""
     engine = Scripted(texts)
     ready: queue.SimpleQueue[Server] = queue.SimpleQueue()
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
 
     async def serve() -> None:
-        app = App(engine, texts, settings)
+        app = App(serving or engine, texts, settings)
         server = Server(app, ending, lambda: ready.put(server))
         await server.serve(sockets=[listener])
         app.close()

@@ -12,13 +12,17 @@ from typing import Any
 import openai
 import pytest
 
-from kvstore.errors import InternalFault, LimitExceeded, ResourceExhausted, SessionEnded, Unavailable
+from kvstore.errors import InternalFault, LimitExceeded, ResourceExhausted, Unavailable
+from kvstore.worker.engine import Engine
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending
+from kvstore.worker.model import LoadedModel
 from kvstore.worker.requests import Finish
+from kvstore.worker.serving import EngineThread
 from kvstore.worker.texts import Texts
 from tests.worker.http.conftest import MODEL, client_of
 from tests.worker.http.scripted import WAIT_S, Running, Taken, running
+from tests.worker.stores import small_store
 
 HELLO: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 PROMPT: Any = {"model": MODEL, "prompt": "Hello"}
@@ -156,11 +160,29 @@ def test_of_several_prompts_all_are_taken_or_none(scripted: Running, client: Any
     assert engine.next().cancels.get(timeout=WAIT_S) is None
 
 
-def test_a_server_whose_engine_has_ended_is_not_healthy(own: Running) -> None:
+def test_a_server_whose_engine_is_ill_is_not_healthy(own: Running) -> None:
     assert raw(own, "GET", "/health")[0] == 200
-    own.engine.refusal = SessionEnded("this worker is stopping")
-    assert raw(own, "POST", "/v1/completions", json.dumps(PROMPT).encode())[0] == 503
-    assert raw(own, "GET", "/health")[0] == 503
+    own.engine.illness = "the engine has ended"
+    status, body, _ = raw(own, "GET", "/health")
+    assert (status, json.loads(body)) == (503, {"status": "the engine has ended"})
+    own.engine.illness = ""
+    assert raw(own, "GET", "/health")[0] == 200
+
+
+def test_a_real_engine_that_hangs_shows_in_health_and_metrics_until_it_goes_on(smol_texts: Texts, tiny: LoadedModel) -> None:
+    serving = EngineThread(Engine(tiny, small_store(tiny)), stuck_s=0.05)
+    go_on = threading.Event()
+    with running(smol_texts, Settings(MODEL), Ending(deadline_s=WAIT_S), serving) as server:
+        _until(lambda: raw(server, "GET", "/health")[0] == 200)
+        serving.ask(lambda engine: go_on.wait(WAIT_S))
+        _until(lambda: raw(server, "GET", "/health")[0] == 503)
+        assert b"the engine has been at one step for" in raw(server, "GET", "/health")[1]
+        assert b"kvstore_engine_healthy 0.0" in raw(server, "GET", "/metrics")[1]
+        go_on.set()
+        _until(lambda: raw(server, "GET", "/health")[0] == 200)
+        _until(lambda: b"kvstore_engine_healthy 1.0" in raw(server, "GET", "/metrics")[1])
+        serving.close()
+        assert raw(server, "GET", "/health")[:2] == (503, b'{"status":"the engine has ended"}')
 
 
 def test_a_fault_before_the_first_token_has_a_status(scripted: Running, client: Any, asking: ThreadPoolExecutor) -> None:
