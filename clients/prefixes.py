@@ -32,6 +32,8 @@ SOON_S = 0.5  # seconds in which an attempt to attach succeeds, if it does: a ca
 QUIET_S = 2.0  # seconds in which nothing is asked after an answer did not come in time: the next requests would wait in vain too
 GRACE_S = 0.25  # seconds past an acquire's own deadline until it is taken as it is: the daemon answers at the deadline itself
 
+HOLE = 0xFFFFFFFF  # in the place of a slot: the member keeps a window, and the block lies before it
+
 log = logging.getLogger("kvstore.prefixes")
 
 
@@ -44,7 +46,7 @@ class _Live:
 
 
 class PrefixLease:
-    """One Acquire under way, or what it was granted: `units` one tuple a member, of the slots of the leading blocks."""
+    """One Acquire under way, or what it was granted: `units` one tuple a member, of the slots of the leading blocks, or HOLE."""
 
     def __init__(self, live: _Live, lease: int, future: Future[Granting], deadline_at: float, late: Callable[[], None]) -> None:
         self._live, self._lease, self._future, self._deadline_at, self._late = live, lease, future, deadline_at, late

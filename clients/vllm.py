@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 
 from kvstore.clients.channel import target
 from kvstore.clients.vllm_events import Events
 from kvstore.clients.vllm_facts import facts_of, identity_of
-from kvstore.clients.vllm_plan import StepPlan, WorkerFacts
+from kvstore.clients.vllm_plan import Freed, StepPlan, WorkerFacts
 from kvstore.clients.vllm_scheduler import SchedulerHalf
 from kvstore.clients.vllm_settings import Settings
 from kvstore.clients.vllm_stats import StoreMetrics, StoreStats
@@ -33,7 +39,7 @@ def register() -> None:
         KVConnectorFactory.register_connector("KVStoreConnector", "kvstore.clients.vllm", "KVStoreConnector")
 
 
-class KVStoreConnector(KVConnectorBase_V1):
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module's text. Raises ConfigError, as the engine starts, for settings under which it cannot work."""
 
     worker_half = WorkerHalf  # tests put faults into a subclass of it
@@ -78,7 +84,7 @@ class KVStoreConnector(KVConnectorBase_V1):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Where each request's blocks lie."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._manager = kv_cache_manager
+        self._manager = self._planning.holds.manager = kv_cache_manager
         if self._planning.events is not None:
             self._planning.events.manager = kv_cache_manager
 
@@ -88,11 +94,11 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine's blocks for a promised load."""
-        self._planning.lookups.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._planning.lookups.allocated(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's plan."""
-        return self._planning.plan(scheduler_output, lambda request: self._manager.get_block_ids(request)[0])
+        return self._planning.plan(scheduler_output, self._manager.get_block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers report."""
@@ -100,6 +106,10 @@ class KVStoreConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks are kept until its saves are done."""
+        return self._planning.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """The same with the blocks of each KV cache group."""
         return self._planning.finished(request, block_ids), None
 
     def has_pending_block_frees(self) -> bool:
@@ -107,8 +117,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         return self._planning.keeps_blocks
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on for a moment, to publish that what was just stored is there."""
-        return self._planning.awaits_notices
+        """Steps go on for a moment: saves end, and what was just stored is published."""
+        return self._planning.goes_on
 
     def take_events(self) -> Iterable[Any]:
         """What the store has and has no more, in vLLM's form; empty unless the engine publishes KV events."""
@@ -126,8 +136,8 @@ class KVStoreConnector(KVConnectorBase_V1):
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         ranks = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self._facts, pages = facts_of(self._vllm_config, len(self._kv_cache_config.kv_cache_groups), kv_caches, ranks)
-        if pages is not None:
+        self._facts, pages = facts_of(self._vllm_config, self._kv_cache_config.kv_cache_groups, kv_caches, ranks)
+        if pages:
             self._worker = self.worker_half(self._place, self._identity, self._settings, self._facts, pages)
 
     def get_handshake_metadata(self) -> Any:
@@ -154,13 +164,18 @@ class KVStoreConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Nothing to wait for: a save's source is kept until it is done."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose saves, and whose loads, have ended."""
-        return self._worker.finished() if self._worker is not None else (None, None)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose saves, and whose loads, have ended, and whose loads failed."""
+        return KVConnectorTransferResults(*self._worker.finished()) if self._worker is not None else KVConnectorTransferResults()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Engine blocks that could not be loaded."""
         return self._worker.bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> Freed | None:
+        """Saves that need the engine's blocks no more."""
+        numbers = self._worker.freed() if self._worker is not None else []
+        return Freed(dict.fromkeys(numbers, 1)) if numbers else None
 
     def get_kv_connector_stats(self) -> StoreStats | None:
         """What this worker did since it was last asked."""

@@ -47,9 +47,11 @@ class Events:
         self._ready: list[KVCacheEvent] = []
         self._awaited: dict[bytes, float] = {}  # blocks on their way into the store, and until when they are waited for
         self.manager: Any = None
+        self._group = 0
 
-    def open(self, members: Sequence[Member]) -> None:
-        """Listen to these namespaces; of what was told before everything is gone."""
+    def open(self, members: Sequence[Member], group: int) -> None:
+        """Listen to these namespaces, of one KV cache group; of what was told before everything is gone."""
+        self._group = group
         for block in list(self._described):
             self._forget(block)
         if self._residency is not None:
@@ -107,7 +109,7 @@ class Events:
 
     def _removed(self, block: bytes, tier: str) -> BlockRemoved:
         name = maybe_convert_block_hash(self._described[block].hash)
-        return BlockRemoved(block_hashes=[name], medium=MEDIA[tier], group_idx=0, locality=LOCALITY, ownership=OWNER)
+        return BlockRemoved(block_hashes=[name], medium=MEDIA[tier], group_idx=self._group, locality=LOCALITY, ownership=OWNER)
 
     def _stored(self, medium: str, changes: Iterable[Change]) -> Iterable[BlockStored]:
         """One event for each run of blocks that follow each other, parents before their children. `changes` by number."""
@@ -124,7 +126,7 @@ class Events:
         return [self._event(medium, run) for run in runs]
 
     def _event(self, medium: str, run: Sequence[_Described]) -> BlockStored:
-        first, spec = run[0], self.manager.kv_cache_event_metadata[0]
+        first, spec = run[0], self.manager.kv_cache_event_metadata[self._group]
         tokens = array.array("I", b"".join(block.tokens for block in run)).tolist()
         return BlockStored(
             block_hashes=[maybe_convert_block_hash(block.hash) for block in run],
@@ -135,7 +137,7 @@ class Events:
             medium=medium,
             lora_name=first.lora[1] if first.lora else None,
             extra_keys=to_event_extra_keys([block.extra_keys for block in run]),
-            group_idx=0,
+            group_idx=self._group,
             kv_cache_spec_kind=spec[0],
             kv_cache_spec_sliding_window=spec[1],
             locality=LOCALITY,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.clients.vllm_pages import Pages
-from kvstore.clients.vllm_plan import WorkerFacts
+from kvstore.clients.vllm_plan import GroupFacts, WorkerFacts
+from kvstore.clients.vllm_residency import Member
 from kvstore.digests import files_digest
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.geometry import Geometry, shard_heads
@@ -21,6 +23,9 @@ from kvstore.model_config import position_facts
 
 # Facts in a configuration that say where or by what it was written; the model computes the same whatever they are.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
+# Kinds of vLLM's KV cache groups whose blocks say all, by the names of their classes: what a kind derived from one keeps is not known here.
+_WHOLE, _WINDOWED = ("FullAttentionSpec", "MLAAttentionSpec"), "SlidingWindowSpec"
+_APART = "start vLLM with --disable-hybrid-kv-cache-manager"
 
 
 def identity_of(config: Any, revision: str) -> Identity:
@@ -66,8 +71,22 @@ def of_generation(identity: Identity, generation: str) -> Identity:
     return replace(identity, revision=f"{identity.revision}#{generation}") if generation else identity
 
 
-def geometry_of(facts: WorkerFacts) -> Geometry:
-    """The layout of one worker's blocks: the engine's own, opaque to the store."""
+def members_of(identity: Identity, facts: Iterable[WorkerFacts]) -> list[Member]:
+    """What opens the namespaces that the engine needs together, in the order of `StepPlan.shards`. `facts` of its workers, by rank."""
+    return [
+        Member(identity, geometry_of(group), each.shard, group.name, keep_of(group))
+        for each in {each.shard: each for each in facts}.values()
+        for group in each.groups
+    ]
+
+
+def keep_of(facts: GroupFacts) -> Keep:
+    """What of a sequence the group's layers look at."""
+    return Keep("window", facts.window_tokens) if facts.window_tokens else KEEP_ALL
+
+
+def geometry_of(facts: GroupFacts) -> Geometry:
+    """The layout of one worker's blocks of a group: the engine's own, opaque to the store."""
     return Geometry(
         kind="mha",
         layers=facts.layers,
@@ -81,29 +100,57 @@ def geometry_of(facts: WorkerFacts) -> Geometry:
     )
 
 
-def facts_of(config: Any, groups: int, tensors: dict[str, torch.Tensor], ranks: tuple[int, int]) -> tuple[WorkerFacts, Pages | None]:
-    """What one worker holds; where it cannot take part, its `refusal` says why and there are no pages.
+def facts_of(
+    config: Any, groups: Sequence[Any], tensors: Mapping[str, torch.Tensor], ranks: tuple[int, int]
+) -> tuple[WorkerFacts, list[Pages]]:
+    """What one worker holds, and its pages by KV cache group; where it cannot take part, its `refusal` says why and there are none.
 
-    groups  KV cache groups;  ranks  this worker's (pipeline, tensor) ranks
+    groups  vLLM's KVCacheGroupSpecs;  tensors  per layer;  ranks  this worker's (pipeline, tensor) ranks
     """
     try:
-        _check_supported(config, groups)
-        pages = Pages(tensors)
-        facts = _facts(config, next(iter(tensors.values())), pages, ranks)
-        geometry_of(facts)
+        _check_supported(config)
+        windows = [_window_of(group.kv_cache_spec) for group in groups]
+        if len({group.kv_cache_spec.block_size for group in groups}) > 1:
+            raise ConfigError(f"the model's KV cache groups have blocks of different lengths; {_APART}")
+        mine = [{name: tensors[name] for name in group.layer_names if name in tensors} for group in groups]
+        pages = [Pages(each) for each in (mine if len(groups) > 1 else [tensors])]
+        facts = tuple(
+            _facts(config, next(iter(each.values())), page, name, window)
+            for each, page, name, window in zip(mine, pages, _names(groups), windows, strict=True)
+        )
+        for each in facts:
+            geometry_of(each)
     except KVStoreError as error:
-        return WorkerFacts(refusal=str(error)), None
-    return facts, pages
+        return WorkerFacts(refusal=str(error)), []
+    return WorkerFacts(facts, _shard(config, ranks)), pages
 
 
-def _check_supported(config: Any, groups: int) -> None:
+def _window_of(spec: Any) -> int:
+    """How many tokens before the next one the layers of a KV cache group look at, 0 for all. Raises ConfigError for kinds not shared."""
+    spec = getattr(spec, "first_spec", spec)
+    kind = type(spec).__name__
+    if kind == _WINDOWED:
+        return max(int(spec.sliding_window) - 1 + int(getattr(spec, "extra_retained_tokens", 0)), 1)
+    if kind not in _WHOLE:
+        raise ConfigError(f"the model has a KV cache group of kind {kind}, which is not shared yet; {_APART} if the model allows it")
+    return 0
+
+
+def _names(groups: Sequence[Any]) -> list[str]:
+    """Of each KV cache group: which of them it is, and of which layers. "" where there is one."""
+    if len(groups) == 1:
+        return [""]
+    digests = [hashlib.sha256("\n".join(group.layer_names).encode()).hexdigest()[:12] for group in groups]
+    return [f"{at}/{len(groups)}:{digest}" for at, digest in enumerate(digests)]
+
+
+def _check_supported(config: Any) -> None:
     parallel = config.parallel_config
     speculative = config.speculative_config
     # vLLM 0.32 turns its own prefix cache off for these: its CPU kernels give other results after a prefix than without.
     on_cpu = config.device_config.device_type == "cpu"
     latent_on_cpu = config.model_config.use_mla and on_cpu and not config.cache_config.enable_prefix_caching
     for wrong, text in (
-        (groups != 1, f"the model has {groups} KV cache groups; start vLLM with --disable-hybrid-kv-cache-manager"),
         (parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1, "context parallelism is not shared yet"),
         (speculative is not None and speculative.use_eagle(), "drafts that read the model's own states (eagle, mtp) are not shared yet"),
         (latent_on_cpu, "vLLM's CPU backend does not use prefixes with latent attention (MLA), not its own either"),
@@ -113,12 +160,12 @@ def _check_supported(config: Any, groups: int) -> None:
             raise ConfigError(text)
 
 
-def _facts(config: Any, tensor: torch.Tensor, pages: Pages, ranks: tuple[int, int]) -> WorkerFacts:
+def _facts(config: Any, tensor: torch.Tensor, pages: Pages, name: str, window: int) -> GroupFacts:
     import vllm
 
     heads, items = (int(tensor.shape[1]), int(tensor.shape[3])) if tensor.dim() == 4 else (1, int(tensor.shape[-1]))
     backends = "+".join(sorted(_backends(config)))
-    return WorkerFacts(
+    return GroupFacts(
         format=f"vllm-{vllm.__version__}/{backends}/{_instruction_set(config, items)}/{pages.layout}",
         block_bytes=pages.block_bytes,
         block_tokens=config.cache_config.block_size,
@@ -126,7 +173,8 @@ def _facts(config: Any, tensor: torch.Tensor, pages: Pages, ranks: tuple[int, in
         kv_heads=heads,
         head_items=items,
         dtype=_name(tensor.dtype),
-        shard=_shard(config, ranks),
+        name=name,
+        window_tokens=window,
     )
 
 

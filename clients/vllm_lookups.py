@@ -6,17 +6,16 @@ Called by the scheduler's thread alone. Nothing here waits: leases are submitted
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore import hashing
 from kvstore.clients import requests
-from kvstore.clients.prefixes import Prefixes
-from kvstore.clients.requests import KEEP_ALL
+from kvstore.clients.prefixes import HOLE, Prefixes, PrefixLease
 from kvstore.clients.vllm_adapters import Adapters
-from kvstore.clients.vllm_facts import geometry_of, of_generation
-from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, WorkerFacts
+from kvstore.clients.vllm_facts import members_of, of_generation
+from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, GroupFacts, LoadJob, WorkerFacts
 from kvstore.clients.vllm_requests import Tracked
 from kvstore.clients.vllm_residency import Member
 from kvstore.clients.vllm_settings import Settings
@@ -25,6 +24,7 @@ from kvstore.proto import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstore.clients.vllm_events import Events
+    from kvstore.clients.vllm_holds import Holds
 
 MAX_LEASES = 256  # leases: requests that were looked at and do not run yet; more would hold memory that running ones need
 NOTHING = (0, False)
@@ -36,7 +36,8 @@ log = logging.getLogger("kvstore.vllm")
 class Lookups:
     """See the module's text. `tracked` has every request that the store was asked for, by vLLM's id, until it ends."""
 
-    def __init__(self, place: str, identity: Identity, settings: Settings, events: Events | None = None) -> None:
+    def __init__(self, place: str, identity: Identity, settings: Settings, holds: Holds, events: Events | None = None) -> None:
+        self._holds = holds
         self._place, self._identity, self._settings, self._events = place, identity, settings, events
         self._facts: list[WorkerFacts] = []
         self._prefixes: Prefixes | None = None  # made with the first request: grpc does not survive a fork
@@ -53,6 +54,7 @@ class Lookups:
         if refusal := next((each.refusal for each in self._facts if each.refusal), ""):
             log.warning("the store is not used: %s", refusal)
             self._facts = []
+        self._holds.introduce((at for at, group in enumerate(self.groups) if group.window_tokens), len(self._facts))
         self._tell_of()
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
@@ -64,6 +66,7 @@ class Lookups:
         if tracked is None:
             return self._later()
         if request.num_preemptions != tracked.preemptions:
+            self._holds.drop(tracked)
             tracked.start_over(self.generation, self._root(request, tracked.adapter))
             self.restarted.add(request.request_id)
         block_tokens = tracked.block_tokens
@@ -81,8 +84,11 @@ class Lookups:
         tracked.promised_from = have
         return found * block_tokens, True
 
-    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
-        """The scheduler has given the request blocks, and takes the promise of so many tokens; none: it only tells."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[Any]], external_tokens: int) -> None:
+        """The scheduler has given the request blocks, and takes the promise of so many tokens; none: it only tells.
+
+        tables   vLLM's KVCacheBlocks of the request, by KV cache group
+        """
         tracked = self.tracked.get(request.request_id)
         if tracked is None or tracked.lease is None or external_tokens == 0:
             return
@@ -91,7 +97,7 @@ class Lookups:
         units = tuple(member[skip : skip + count] for member in tracked.lease.units)
         arena = tracked.lease.arena
         place = ArenaPlace(arena.path, arena.inode[2] - len(arena.readable), len(arena.readable), arena.inode)
-        tracked.loading = tuple(block_ids[begin : begin + count])
+        tracked.loading = tuple(_ids_of(table[begin : begin + count]) for table in tables)
         self.loads.append(LoadJob(request.request_id, place, units, tracked.loading))
         if self._events is not None:
             hashes = tracked.hashes_of(begin + count)[begin * HASH_BYTES :]
@@ -100,8 +106,13 @@ class Lookups:
     def failed(self, bad_blocks: set[int]) -> None:
         """These engine blocks were not filled: their requests compute the rest, as what failed once would fail again."""
         for tracked in self.tracked.values():
-            if bad_blocks.intersection(tracked.loading):
+            if any(bad_blocks.intersection(group) for group in tracked.loading):
                 tracked.no_loads = True
+
+    def failed_whole(self, request_id: str) -> None:
+        """The request's load has failed, and it begins again without one."""
+        if request_id in self.tracked:
+            self.tracked[request_id].no_loads = True
 
     def loaded(self, request_id: str) -> None:
         """A load has ended in every worker: its lease goes back."""
@@ -109,7 +120,7 @@ class Lookups:
         if tracked is None:
             return
         if not tracked.no_loads and tracked.promised_from == 0:
-            tracked.stored_blocks = max(tracked.stored_blocks, len(tracked.loading))
+            tracked.stored_blocks = max(tracked.stored_blocks, len(tracked.loading[0]))
         tracked.loading = ()
         tracked.drop_lease()
         if tracked.ended:
@@ -120,6 +131,7 @@ class Lookups:
         self.generation = generation
         for tracked in self.tracked.values():
             tracked.storing = False
+            self._holds.drop(tracked)
             if not tracked.loading:
                 tracked.drop_lease()
                 tracked.no_loads = True
@@ -156,7 +168,15 @@ class Lookups:
                 return None if prefixes.connecting else 0
         if not tracked.lease.poll():
             return None
-        return min(tracked.first_block + tracked.lease.blocks, wanted) - have
+        return min(tracked.first_block + self._reach(tracked.lease), wanted) - have
+
+    def _reach(self, lease: PrefixLease) -> int:
+        """Leading blocks of a lease that can be used: all, or none where its deadline cut it short of what a window looks at."""
+        for at, units in enumerate(lease.units):
+            window = self.groups[at % len(self.groups)].window_blocks
+            if window and HOLE in units[-window:]:
+                return 0
+        return lease.blocks
 
     def _track(self, request: Any) -> Tracked | None:
         """The request's record, made where it is new; None while its adapter is being hashed."""
@@ -166,7 +186,7 @@ class Lookups:
             if adapter is None:
                 return None
             digest = adapter.digest if adapter.known else None
-            tracked = Tracked(request, self._root(request, digest), self.generation, digest, self._facts[0].block_tokens)
+            tracked = Tracked(request, self._root(request, digest), self.generation, digest, self.groups[0].block_tokens)
             tracked.preemptions = request.num_preemptions
             tracked.storing, tracked.no_loads = adapter.known, not adapter.known
             self.tracked[request.request_id] = tracked
@@ -187,22 +207,30 @@ class Lookups:
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """The members of the group, each shard once."""
+        """Of the workers, each once: those of one shard hold the same bytes."""
         return tuple(dict.fromkeys(each.shard for each in self._facts))
 
+    @property
+    def groups(self) -> tuple[GroupFacts, ...]:
+        """The KV cache groups, as the first worker has them."""
+        return self._facts[0].groups if self._facts else ()
+
     def _members(self) -> list[Member]:
-        distinct = {each.shard: each for each in self._facts}
-        identity = of_generation(self._identity, self.generation)
-        return [Member(identity, geometry_of(each), each.shard) for each in distinct.values()]
+        return members_of(of_generation(self._identity, self.generation), self._facts)
 
     def _tell_of(self) -> None:
-        """Routers are told of the present namespaces."""
+        """Routers are told of the present namespaces, of layers that see all tokens where there are some."""
         if self._events is not None and self._facts:
-            self._events.open(self._members())
+            told = next((at for at, group in enumerate(self.groups) if not group.window_tokens), 0)
+            self._events.open(self._members()[told :: len(self.groups)], told)
 
 
 def _opening(member: Member) -> pb.OpenNamespaceRequest:
-    return requests.open_namespace(member.identity, member.geometry, member.shard, "", KEEP_ALL)
+    return requests.open_namespace(member.identity, member.geometry, member.shard, member.kv_group, member.keep)
+
+
+def _ids_of(table: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(NO_BLOCK if block.is_null else int(block.block_id) for block in table)
 
 
 def _named_by_tokens(request: Any) -> bool:

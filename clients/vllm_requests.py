@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore import hashing
@@ -23,7 +23,8 @@ class Tracked:
     stored_blocks  leading blocks that are stored, or whose saves were sent
     adapter        its digest, "" for none; None where its weights are unknown
     lease          on the blocks from `first_block` on;  promised_from  the first that the scheduler was told of
-    loading        engine blocks that a load is filling
+    loading        engine blocks that a load is filling, by KV cache group
+    held           engine blocks that windows may leave behind before they are stored, by group and number; held_until  so far
     no_loads       nothing more is asked of the store in this run of the request
     storing        False where its keys and values may be of mixed weights, or of unknown ones
     ended          the scheduler is done with it; only its load is still under way
@@ -40,7 +41,9 @@ class Tracked:
     first_block: int = 0
     promised_from: int = 0
     asked_at: float | None = None
-    loading: tuple[int, ...] = ()
+    loading: tuple[tuple[int, ...], ...] = ()
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
+    held_until: int = 0
     no_loads: bool = False
     storing: bool = True
     preemptions: int = 0
@@ -87,7 +90,7 @@ class Tracked:
             self.generation, self.root, self.hashes = generation, root, b""
             self.storing = self.adapter is not None
         self.preemptions = self.request.num_preemptions
-        self.stored_blocks = 0
+        self.stored_blocks = self.held_until = 0
         self.asked_at = None
         self.no_loads = self.adapter is None
         self.drop_lease()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvstore import errors
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Watched
+from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, Identity
 
@@ -22,11 +23,13 @@ RETRY_S = 1.0  # seconds between attempts to listen to a daemon that is away
 
 @dataclass(frozen=True)
 class Member:
-    """What opens one rank's namespace."""
+    """What opens the namespace of one rank and KV cache group."""
 
     identity: Identity
     geometry: Geometry
     shard: str
+    kv_group: str = ""
+    keep: Keep = KEEP_ALL
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Residency:
             with contextlib.suppress(
                 errors.KVStoreError, ValueError
             ):  # the daemon is away, or we are slow; a closed channel is a ValueError
-                namespace = client.open_namespace(member.identity, member.geometry, member.shard)
+                namespace = client.open_namespace(member.identity, member.geometry, member.shard, member.kv_group, member.keep)
                 for at, event in enumerate(client.watch(namespace)):
                     if at == 0:
                         self._lose(number)  # what was believed meanwhile; the snapshot begins with this event

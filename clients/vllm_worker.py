@@ -17,9 +17,9 @@ from kvstore import errors
 from kvstore.clients.arena import Arena
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
-from kvstore.clients.vllm_facts import geometry_of, of_generation
+from kvstore.clients.vllm_facts import members_of, of_generation
 from kvstore.clients.vllm_pages import Pages
-from kvstore.clients.vllm_plan import ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
+from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import Identity
 
@@ -47,20 +47,23 @@ class _Save:
 class WorkerHalf:
     """See the module's text."""
 
-    def __init__(self, place: str, identity: Identity, settings: Settings, facts: WorkerFacts, pages: Pages) -> None:
+    def __init__(self, place: str, identity: Identity, settings: Settings, facts: WorkerFacts, pages: Sequence[Pages]) -> None:
+        """pages   of each KV cache group"""
         self._place, self._identity, self._settings, self._facts, self._pages = place, identity, settings, facts, pages
         self._changed = threading.Condition()  # guards all that the threads share
         self._saves: dict[str, list[_Save]] = {}  # by request: those that still need their source
         self._finishing: set[str] = set()  # requests whose blocks the scheduler keeps for their saves
         self._loaded: set[str] = set()
+        self._failed: set[str] = set()  # of those, where a part that failed spoils the whole
         self._bad_blocks: set[int] = set()
+        self._held: list[_Save] = []  # whose blocks the scheduler holds
         self._counts: dict[str, float] = {}  # by the names of vllm_stats.COUNTS, since they were last taken
         self._idle = False
         self._load_queue: queue.SimpleQueue[tuple[LoadJob, int] | None] = queue.SimpleQueue()
         self._save_queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # started with the first plan: they do not survive a fork
         self._arena: Arena | None = None
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: dict[tuple[str, int], Namespace] = {}  # by generation and KV cache group
         self._away_until = 0.0
         self.last_step = 0
 
@@ -85,6 +88,7 @@ class WorkerHalf:
         saves = [_Save(job, give_up_at) for job in plan.saves]
         with self._changed:
             self._finishing |= plan.finished
+            self._held += [save for save in saves if save.job.number]
             for save in saves:
                 self._saves.setdefault(save.job.request, []).append(save)
         for save in saves:
@@ -92,15 +96,25 @@ class WorkerHalf:
         for job in plan.loads:
             self._load_queue.put((job, plan.shards.index(self._facts.shard)))
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose saves, and whose loads, have ended since it was last asked; each once."""
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose saves, and whose loads, have ended since it was last asked, each once; and those whose loads failed as a whole."""
         with self._changed:
             if self._idle and not self._loaded:
                 self._changed.wait(IDLE_WAIT_S)
             saved = {request for request in self._finishing if self._is_saved(request)}
             self._finishing -= saved
             loaded, self._loaded = self._loaded, set()
-        return saved, loaded
+            failed, self._failed = self._failed, set()
+        return saved, loaded, failed
+
+    def freed(self) -> list[int]:
+        """Numbers of the saves whose blocks are needed no more, since it was last asked. Saves whose time is up are called off."""
+        if not self._held:
+            return []
+        with self._changed:
+            over = [save for save in self._held if not self._is_needed(save)]
+            self._held = [save for save in self._held if save not in over]
+        return [save.job.number for save in over]
 
     def bad_blocks(self) -> set[int]:
         """Engine blocks that were to be loaded and were not, since it was last asked."""
@@ -127,15 +141,17 @@ class WorkerHalf:
 
     def _is_saved(self, request: str) -> bool:
         """Whether nothing reads the request's blocks any more; saves whose time is up are called off. Under the condition."""
-        waiting = self._saves.get(request, [])
-        for save in waiting:
-            if time.monotonic() >= save.give_up_at:
-                save.called_off = True
-        left = [save for save in waiting if save.stage is _Stage.COPYING or not save.called_off]
-        if left:
+        if any(self._is_needed(save) for save in self._saves.get(request, [])):
             return False
         self._saves.pop(request, None)
         return True
+
+    @staticmethod
+    def _is_needed(save: _Save) -> bool:
+        """Whether the save still reads the engine's blocks, or will; one whose time is up is called off. Under the condition."""
+        if time.monotonic() >= save.give_up_at:
+            save.called_off = True
+        return save.stage is _Stage.COPYING or (save.stage is _Stage.WAITING and not save.called_off)
 
     # ---- the loading thread
 
@@ -153,24 +169,33 @@ class WorkerHalf:
 
     def _load_all(self) -> None:
         while (work := self._load_queue.get()) is not None:
-            job, member = work
+            job, shard = work
             began_at = time.monotonic()
-            bad = self.load(job, job.units[member])
+            wanted = sum(block != NO_BLOCK for group in job.block_ids for block in group)
+            bad = self.load(job, job.units[shard * len(self._pages) :])
             with self._changed:
-                self._add(loaded_blocks=len(job.block_ids) - len(bad), failed_blocks=len(bad), load_seconds=time.monotonic() - began_at)
-                self._bad_blocks.update(bad)
+                self._add(loaded_blocks=wanted - len(bad), failed_blocks=len(bad), load_seconds=time.monotonic() - began_at)
+                if not self._facts.fails_whole:
+                    self._bad_blocks.update(bad)
+                elif bad:
+                    self._failed.add(job.request)
                 self._loaded.add(job.request)
                 self._changed.notify_all()
 
-    def load(self, job: LoadJob, units: tuple[int, ...]) -> set[int]:
-        """Copy each slot into its engine block. Returns the engine blocks that could not be filled."""
+    def load(self, job: LoadJob, units: Sequence[tuple[int, ...]]) -> set[int]:
+        """Copy each slot into its engine block. Returns the engine blocks that could not be filled.
+
+        units   this worker's slots, by KV cache group; further ones are another shard's
+        """
         try:
             arena = self._map(job.arena)
-            for unit, block in zip(units, job.block_ids, strict=True):
-                self._pages.scatter(block, arena.view(unit, self._pages.block_bytes))
+            for pages, mine, blocks in zip(self._pages, units, job.block_ids, strict=False):
+                for unit, block in zip(mine, blocks, strict=True):
+                    if block != NO_BLOCK:
+                        pages.scatter(block, arena.view(unit, pages.block_bytes))
         except Exception as error:  # noqa: BLE001 — a thread's edge: whatever fails here, the request must go on and compute
-            log.warning("a load of %d blocks failed, they are computed: %s", len(units), error)
-            return set(job.block_ids)
+            log.warning("a load of %d blocks failed, they are computed: %s", len(job.block_ids[0]), error)
+            return {block for group in job.block_ids for block in group if block != NO_BLOCK}
         return set()
 
     def _map(self, place: ArenaPlace) -> Arena:
@@ -214,7 +239,7 @@ class WorkerHalf:
         job = save.job
         if self._is_called_off(save) or time.monotonic() >= save.give_up_at:
             return ()
-        namespace = self._namespace(client, job.generation)
+        namespace = self._namespace(client, job.generation, job.group)
         with client.put(namespace, job.hashes, job.parent) as put:
             if not self._at(save, _Stage.COPYING):
                 return ()
@@ -222,7 +247,7 @@ class WorkerHalf:
                 for block in put.blocks:
                     if self._is_called_off(save):
                         break
-                    self._pages.gather(job.block_ids[block.index], block.view)
+                    self._pages[job.group].gather(job.block_ids[block.index], block.view)
                     block.done()
             finally:
                 self._at(save, _Stage.DONE)
@@ -247,8 +272,8 @@ class WorkerHalf:
         with self._changed:
             return save.called_off
 
-    def _namespace(self, client: KVClient, generation: str) -> Namespace:
-        if generation not in self._namespaces:
-            identity = of_generation(self._identity, generation)
-            self._namespaces[generation] = client.open_namespace(identity, geometry_of(self._facts), self._facts.shard)
-        return self._namespaces[generation]
+    def _namespace(self, client: KVClient, generation: str, group: int) -> Namespace:
+        if (generation, group) not in self._namespaces:
+            of = members_of(of_generation(self._identity, generation), [self._facts])[group]
+            self._namespaces[generation, group] = client.open_namespace(of.identity, of.geometry, of.shard, of.kv_group, of.keep)
+        return self._namespaces[generation, group]

@@ -1,21 +1,24 @@
 """The connector with loads that fail: named in kv_connector_module_path by tests."""
 
+from collections.abc import Sequence
+
 from kvstore.clients.vllm import KVStoreConnector
-from kvstore.clients.vllm_plan import LoadJob
+from kvstore.clients.vllm_plan import NO_BLOCK, LoadJob
 from kvstore.clients.vllm_worker import WorkerHalf
 
 fail_at: list[int] = []  # which blocks of each load are reported as failed, and filled with noise
 
 
 class _FaultyWorker(WorkerHalf):
-    def load(self, job: LoadJob, units: tuple[int, ...]) -> set[int]:
+    def load(self, job: LoadJob, units: Sequence[tuple[int, ...]]) -> set[int]:
         """Load, then spoil the blocks that are to fail."""
         bad = super().load(job, units)
         for at in fail_at:
-            if at < len(job.block_ids):
-                for run in self._pages._runs:
-                    run.bytes[:, job.block_ids[at]] = 0x3F
-                bad.add(job.block_ids[at])
+            for pages, blocks in zip(self._pages, job.block_ids, strict=True):
+                if at < len(blocks) and blocks[at] != NO_BLOCK:
+                    for run in pages._runs:
+                        run.bytes[:, blocks[at]] = 0x3F
+                    bad.add(blocks[at])
         return bad
 
 

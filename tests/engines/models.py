@@ -24,6 +24,7 @@ from transformers import (
 
 VOCABULARY = 4096  # tokens
 POSITIONS = 4096  # tokens
+WINDOW = 200  # tokens: of `sliding`
 SPREAD = 0.1  # standard deviation of the weights: with a model's usual 0.02 attention would hardly matter
 
 _SIZES: dict[str, Any] = {
@@ -62,10 +63,10 @@ def latent(folder: Path) -> Path:
 
 
 def sliding(folder: Path) -> Path:
-    """Layers that see the last 200 tokens, and one that sees all."""
+    """Layers that see the last WINDOW tokens, and one that sees all."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     return _saved(
-        folder, Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, num_key_value_heads=1, head_dim=64, sliding_window=200, layer_types=kinds)
+        folder, Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, num_key_value_heads=1, head_dim=64, sliding_window=WINDOW, layer_types=kinds)
     )
 
 

@@ -15,18 +15,6 @@ TEXT = prompt(4, 700, models.VOCABULARY)
 SHORT = prompt(5, 300, 40_000)
 
 
-def test_a_model_with_sliding_windows_answers_as_without_the_store(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """All blocks are kept, those outside of a window too; and the answer does depend on the first of them."""
-    with Engine(models.sliding(tmp_path / "model"), tmp_path / "log", connector(daemon.address), **SMALL) as engine:
-        cold = engine.generate(TEXT, 16)
-        engine("settle")
-        assert engine("reset")
-        hit = engine.generate(TEXT, 16)
-        assert hit["cached"] == 5 * BLOCK_TOKENS
-        assert hit["ids"] == cold["ids"] == engine.without_store(TEXT, hit["cached"], 16)
-        assert engine.generate([9] * BLOCK_TOKENS + TEXT[BLOCK_TOKENS:], 16)["ids"] != cold["ids"]
-
-
 def test_latent_attention_on_a_cpu_claims_no_hit(daemon: DaemonProcess, tmp_path: Path) -> None:
     """vLLM's own kernels do not compute the same after a prefix there, so its own prefix cache is off, and the store is not used."""
     with Engine(models.latent(tmp_path / "model"), tmp_path / "log", connector(daemon.address), **SMALL) as engine:

@@ -3,6 +3,7 @@
 One JSON object a line in, one a line out: {"do": <name of a function below>, ...its arguments}. Runs in vLLM's own venv.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -110,21 +111,25 @@ class Child:
                 events.append({"kind": type(event).__name__, **facts})
         return events
 
-    def stored(self, prompt: list[int], salt: str = "") -> Answer:
-        """The SHA-256 of each block of a prompt that the store has, in chain order."""
-        from dataclasses import replace
-
+    def stored(self, prompt: list[int], salt: str = "", group: int = 0) -> Answer:
+        """The SHA-256 of each block of a prompt that the store has of a KV cache group, in order."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from kvstore.clients.client import KVClient
-        from kvstore.clients.vllm_facts import geometry_of
+        from kvstore.clients.vllm_facts import members_of
+        from kvstore.hashing import HASH_BYTES, block_hashes, fingerprint
 
         worker = get_kv_transfer_group()
         with KVClient(worker._settings.address) as client:
-            namespace = client.open_namespace(worker._identity, geometry_of(worker._facts), worker._facts.shard)
-            identity = replace(worker._identity, salt=salt)
-            with client.get(namespace, tokens=[*prompt, 0], identity=identity) as lease:
-                return [hashlib.sha256(view.tobytes()).hexdigest() for view in lease.views]
+            of = members_of(worker._identity, [worker._facts])[group]
+            namespace = client.open_namespace(of.identity, of.geometry, of.shard, of.kv_group, of.keep)
+            root = fingerprint(dataclasses.replace(worker._identity, salt=salt))
+            hashes = block_hashes(root, prompt, of.geometry.block_tokens)
+            found: list[str] = []
+            for start in range(0, len(hashes), HASH_BYTES):  # each by itself: of a window only what it looks at is leased
+                with client.get(namespace, hashes[start : start + HASH_BYTES]) as lease:
+                    found += [hashlib.sha256(view.tobytes()).hexdigest() for view in lease.views]
+            return found
 
     def hear(self, chunks: int) -> Answer:
         """Wait until the tier of an offloading engine has heard of at least so many chunks in the store; of none, where none are wanted."""
@@ -180,7 +185,7 @@ class Child:
         """How the worker's blocks are made up."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return vars(get_kv_transfer_group()._facts)
+        return dataclasses.asdict(get_kv_transfer_group()._facts)
 
     def construct(self, **changed: Any) -> Answer:
         """Make a connector by its registered name, with some settings changed; what it says where it refuses, else ""."""
@@ -210,6 +215,31 @@ class Child:
         from tests.engines import faulty
 
         faulty.fail_at[:] = blocks
+        return None
+
+    def refusals(self) -> Answer:
+        """What a worker says of KV cache groups of vLLM's other kinds, and of blocks of two lengths, beside those that it has."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec
+
+        from kvstore.clients.vllm_facts import facts_of
+
+        config, groups = self.llm.llm_engine.vllm_config, get_kv_transfer_group()._kv_cache_config.kv_cache_groups
+        mine = groups[0].kv_cache_spec
+        sizes = {"num_kv_heads": mine.num_kv_heads, "head_size": mine.head_size, "dtype": mine.dtype}
+        others = {
+            "chunked": ChunkedLocalAttentionSpec(block_size=mine.block_size, attention_chunk_size=256, **sizes),
+            "states": MambaSpec(block_size=mine.block_size, shapes=((8, 8),), dtypes=(mine.dtype,)),
+            "longer": dataclasses.replace(mine, block_size=2 * mine.block_size),
+        }
+        return {name: facts_of(config, [*groups, KVCacheGroupSpec([], spec)], {}, (0, 0))[0].refusal for name, spec in others.items()}
+
+    def limit(self, **settings: float) -> Answer:
+        """From now on the connector has these settings."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        for half in (self.scheduler.connector._scheduler.lookups, get_kv_transfer_group()._worker):
+            half._settings = dataclasses.replace(half._settings, **settings)
         return None
 
     def storm(self, requests: int, seed: int, tokens: int) -> Answer:
