@@ -21,6 +21,7 @@ Units = NDArray[np.uint32]
 
 MAGIC = b"kvstore session1"  # the number rises when the layout changes
 BITS_OFFSET_BYTES = 4096  # one page for the header, so that the bits begin one
+FEW_SLOTS = 64  # slots: up to so many a loop is faster than a few array operations
 PAGE_BYTES = 4096  # bytes: what a tmpfs takes memory by
 FILE_MODE = 0o660  # the client locks it
 DIRECTORY_MODE = 0o750  # the trust domain's group looks things up; only the daemon makes them
@@ -67,6 +68,13 @@ class SessionFile:
     def mark(self, granted: Units, withdrawn: Units) -> None:
         """Slots, by their first unit, that the process may touch from now on, or no more. Raises ResourceExhausted, with nothing marked."""
         self._take_pages(granted)
+        if len(granted) + len(withdrawn) <= FEW_SLOTS:
+            bits = self._bits.data
+            for unit in granted.tolist():
+                bits[unit >> 3] |= 1 << (unit & 7)
+            for unit in withdrawn.tolist():
+                bits[unit >> 3] &= ~(1 << (unit & 7))
+            return
         np.bitwise_or.at(self._bits, granted >> 3, _bit(granted))
         np.bitwise_and.at(self._bits, withdrawn >> 3, ~_bit(withdrawn))
 
@@ -101,8 +109,9 @@ class SessionFile:
 
     def _take_pages(self, units: Units) -> None:
         """Give memory to the bits of these units now: where the file system is full, a store to them would kill the daemon."""
-        pages = np.unique(units // (8 * PAGE_BYTES))
-        for page in pages[~self._taken[pages]].tolist():
+        pages = units // (8 * PAGE_BYTES)
+        missing = pages[~self._taken[pages]]
+        for page in np.unique(missing).tolist() if missing.size else ():
             try:
                 os.posix_fallocate(self._fd, BITS_OFFSET_BYTES + page * PAGE_BYTES, PAGE_BYTES)
             except OSError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import checking, claims, completions, demoting, finding, hints, invariants, reading, recovery, sessions, writing
+from kvstore.cache import checking, claims, completions, demoting, finding, hints, invariants, reading, recovery, sessions, singles, writing
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.leaving import remove
 from kvstore.cache.messages import (
@@ -41,6 +41,7 @@ from kvstore.cache.messages import (
     pack_hashes,
 )
 from kvstore.cache.recovery import Cleared
+from kvstore.cache.singles import CommitEach, ReleaseEach, ReserveEach
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import CacheSizes, State
 
@@ -145,6 +146,19 @@ class Cache:
 
     def abandon(self, request: Abandon) -> Done | Refused:
         return writing.abandon(self.state, request)
+
+    def reserve_each(self, request: ReserveEach) -> tuple[Units, Units] | None:
+        """(units, generations) of the first reservations that got a slot, the others having failed; None: do them one by one."""
+        self._next_operation()
+        return singles.reserve_each(self.state, request)
+
+    def commit_each(self, request: CommitEach) -> bool | None:
+        """True where all are stored; None, with nothing done: do them one by one."""
+        return singles.commit_each(self.state, request)
+
+    def release_each(self, request: ReleaseEach) -> list[int] | None:
+        """How many blocks each lease had; None, with nothing done: do them one by one."""
+        return singles.release_each(self.state, request)
 
     def lookup(self, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
         """Pure: no lease, no recency, no movement."""

@@ -144,7 +144,7 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
         tail = np.array(member[keep:], np.int32)
         del member[keep:], generations[keep:]
         lease.pending -= int(np.count_nonzero(tail == 0))
-        slots, times = _each_once(tail[tail > 0])
+        slots, times = each_once(tail[tail > 0])
         if slots.size:
             state.unhold_many(session, slots, times)
     lease.granted = min(lease.granted, keep)
@@ -152,7 +152,7 @@ def cut(state: State, lease: Lease, keep: int, reason: EndReason) -> None:
     state.advanced.append(lease)
 
 
-def _each_once(slots: SlotIds) -> tuple[SlotIds, int | SlotIds]:
+def each_once(slots: SlotIds) -> tuple[SlotIds, int | SlotIds]:
     """Distinct slots, and how often each was there: a lease under which one block was committed twice holds its slot twice."""
     ordered = np.sort(slots)
     if not (ordered[1:] == ordered[:-1]).any():

@@ -28,6 +28,9 @@ WRONG = 32  # flag: returned wrong bytes; goes to quarantine when nobody holds i
 _STAY = QUEUED | SUM_QUEUED  # flags: a queue has one place a slot, whoever owns the slot
 
 
+FEW_SLOTS = 128  # slots: up to so many a loop is faster than a dozen array operations
+
+
 class SlotState(IntEnum):
     """What a slot is doing; every byte of a tier is in exactly one of these (rule: conserved)."""
 
@@ -72,6 +75,7 @@ class SlotTable:
         self.extent_generation = np.zeros(self.extent_count, np.uint32)  # the highest that a slot had there when it was last given back
         self.extent_used = np.zeros(self.extent_count, np.int32)  # slots that are not FREE
         self.extent_slot_units_at, self.extent_used_at = self.extent_slot_units.data, self.extent_used.data
+        self.extent_first_at = self.extent_first.data
         self.spare_extents = self.extent_count  # unassigned, or all of whose slots are free
         self.free: dict[int, array[int]] = {}  # by slot_units
         self.free_ids: list[tuple[int, int]] = [(1, max_slots)]  # (first, count), ordered
@@ -97,10 +101,10 @@ class SlotTable:
         extent, within = divmod(units, self.extent_units)
         if extent >= self.extent_count:
             return 0
-        slot_units = int(self.extent_slot_units[extent])
+        slot_units = self.extent_slot_units_at[extent]
         if not slot_units or within % slot_units or within + slot_units > self.extent_units:
             return 0
-        return int(self.extent_first[extent]) + within // slot_units
+        return self.extent_first_at[extent] + within // slot_units
 
     def locate_all(self, units: Units) -> SlotIds:
         """`locate` for many. [n]"""
@@ -205,12 +209,29 @@ class SlotTable:
         count = min(wanted, len(stack))
         slots = np.array(stack[len(stack) - count :][::-1], np.int32)
         del stack[len(stack) - count :]
+        if count <= FEW_SLOTS:
+            self._take_few(slots.tolist(), slot_units, state)
+            return slots
         self.generation[slots] = self.generation[slots] % np.uint32(0xFFFFFFFF) + np.uint32(1)
         self.flags[slots] &= _STAY
         self.row[slots] = 0
         self.move_many(slots, SlotState.FREE, state)
         self.held_bytes += count * slot_units * UNIT_BYTES * (state not in (SlotState.LIVE, SlotState.QUARANTINED))
         return slots
+
+    def _take_few(self, slots: list[int], slot_units: int, state: SlotState) -> None:
+        generation_at, flags_at, row_at, state_at = self.generation_at, self.flags_at, self.row_at, self.state_at
+        becomes = int(state)
+        for slot in slots:
+            generation_at[slot] = generation_at[slot] % 0xFFFFFFFF + 1
+            flags_at[slot] &= _STAY
+            row_at[slot] = 0
+            state_at[slot] = becomes
+            self.use_extents(self.units_at[slot] // self.extent_units, 1)
+        size_bytes = len(slots) * slot_units * UNIT_BYTES
+        self._move_bytes(SlotState.FREE, state, size_bytes)
+        self.held_bytes += size_bytes * (state not in (SlotState.LIVE, SlotState.QUARANTINED))
+        self.blocks += len(slots) * (state == SlotState.LIVE)
 
     def move_many(self, slots: SlotIds, before: SlotState, after: SlotState) -> None:
         """Book many distinct slots from one state to another; held bytes and the free stacks are the caller's."""
@@ -221,8 +242,18 @@ class SlotTable:
         self.blocks += len(slots) * ((after == SlotState.LIVE) - (before == SlotState.LIVE))
         if SlotState.FREE in (before, after):
             change = 1 if before == SlotState.FREE else -1
-            for extent, used in zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True):
+            for extent, used in _counted(extents):
                 self.use_extents(extent, change * used)
+
+    def publish_each(self, slots: list[int], rows: list[int]) -> None:
+        """Reserved slots of one size are live now, with one lease each, and are these rows' blocks."""
+        state_at, holds_at, row_at, live = self.state_at, self.holds_at, self.row_at, int(SlotState.LIVE)
+        for slot, row in zip(slots, rows, strict=True):
+            state_at[slot] = live
+            holds_at[slot] += 1  # held before, as reserved, and held now
+            row_at[slot] = row
+        self._move_bytes(SlotState.RESERVED, SlotState.LIVE, len(slots) * self.slot_units_of(slots[0]) * UNIT_BYTES)
+        self.blocks += len(slots)
 
     def free_many(self, slots: SlotIds, before: SlotState) -> None:
         """Give back many distinct slots of one size, which nobody holds, from this state."""
@@ -293,3 +324,10 @@ class SlotTable:
     def _move_bytes(self, source: int, target: int, size_bytes: int) -> None:
         self.bytes_in[source] -= size_bytes
         self.bytes_in[target] += size_bytes
+
+
+def _counted(extents: NDArray[np.uint32]) -> list[tuple[int, int]]:
+    """How often each is named: (extent, times). Mostly it is one."""
+    if len(extents) and (extents == extents[0]).all():
+        return [(int(extents[0]), len(extents))]
+    return list(zip(*(column.tolist() for column in np.unique(extents, return_counts=True)), strict=True))

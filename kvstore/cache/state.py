@@ -29,7 +29,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.scrub import Scrub
 from kvstore.cache.slotqueue import SlotQueue
-from kvstore.cache.slots import DIRTY, GONE_BELOW, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
+from kvstore.cache.slots import DIRTY, FEW_SLOTS, GONE_BELOW, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
 
 MIN_INDEX_BLOCKS = 65_536  # rows: some 7 MB when all are used
@@ -217,6 +217,17 @@ class State:
         session.held_bytes += change * self.dram.slot_units_of(slot) * UNIT_BYTES
         self._marks.setdefault(session.id, []).append(np.array([slot], np.int32))
 
+    def count_new(self, session: Session, slots: SlotIds, slot_units: int) -> None:
+        """Book the first hold on distinct slots of one size, which nobody held."""
+        session.counts[slots] = 1
+        session.held_bytes += len(slots) * slot_units * UNIT_BYTES
+        self._marks.setdefault(session.id, []).append(slots)
+
+    def count_gone(self, session: Session, slots: SlotIds) -> None:
+        """Book what the session held by slots whose last hold of it is gone."""
+        session.held_bytes -= int(self.dram.bytes_of(slots).sum())
+        self._marks.setdefault(session.id, []).append(slots)
+
     def mark_all(self, session: Session) -> None:
         """Mark everything that the session holds, in a session file that is new."""
         self._marks[session.id] = [np.flatnonzero(session.counts).astype(np.int32)]
@@ -305,6 +316,12 @@ class State:
 
     def _mark(self, session: int, slots: list[SlotIds]) -> Mark:
         counts = self.sessions[session].counts
-        changed = slots[0] if len(slots) == 1 else np.unique(np.concatenate(slots))
+        changed = slots[0] if len(slots) == 1 else _each_once(np.concatenate(slots))
         units, held = self.dram.units[changed], counts[changed] > 0
         return Mark(session, units[held], units[~held])
+
+
+def _each_once(slots: SlotIds) -> SlotIds:
+    if len(slots) > FEW_SLOTS:
+        return np.unique(slots)
+    return np.array(sorted(set(slots.tolist())), np.int32)

@@ -21,6 +21,13 @@ class Story:
         self._ring[self._next % RING_EVENTS] = (self._next, word, what.encode(), a, b)
         self._next += 1
 
+    def tell_many(self, words: list[int], what: str, of: list[int], b: int = 0) -> None:
+        """`tell` of many blocks, each with its `of` as `a`."""
+        name = what.encode()
+        for number, word, a in zip(range(self._next, self._next + len(words)), words, of, strict=True):
+            self._ring[number % RING_EVENTS] = (number, word, name, a, b)
+        self._next += len(words)
+
     def of(self, word: int) -> str:
         """One line an event."""
         mine = self._ring[self._ring["word"] == word]

@@ -31,6 +31,7 @@ from kvstore.cache.messages import (
 from kvstore.daemon import wire
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.pool_calls import core_in, pool_offers, pool_terms
+from kvstore.daemon.runs import Run, carry_out, runs_of
 from kvstore.daemon.sessions import Attached
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.dram import DramTier
@@ -226,8 +227,10 @@ class SessionStream:
             self._push(pb.ServerMessage(ready=pb.Ready()))
 
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
-        wire.check_batch(batch)
-        replies = [self._operate(session.id, op) for op in batch.ops]
+        kinds = wire.check_batch(batch)
+        replies: list[pb.OpReply] = []
+        for run in runs_of(batch.ops, kinds, session.id):
+            replies += self._carry_out(run) or [self._operate(session.id, op) for op in run.ops]
         at_once: list[pb.Grant] = []
         self._at_once = at_once
         try:
@@ -236,6 +239,16 @@ class SessionStream:
             self._at_once = None
         for message in wire.batch_messages(batch.number, replies, at_once):
             self._push(message)
+
+    def _carry_out(self, run: Run) -> list[pb.OpReply]:
+        """The answers of neighbours that could be done as one; none where they are to be done one by one."""
+        answers = carry_out(self._hub.cache, run)
+        if answers is None:
+            return []
+        replies, outcomes = answers
+        for name, count in outcomes.items():
+            self._counts[run.kind, name] += count
+        return replies
 
     def _operate(self, session: int, op: pb.Op) -> pb.OpReply:
         kind = op.WhichOneof("kind") or "none"

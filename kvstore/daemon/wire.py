@@ -159,21 +159,24 @@ def keep_of(message: pb.Keep, block_tokens: int) -> Keep:
 # ---------------------------------------------------------------- operations
 
 
-def check_batch(batch: pb.Batch) -> None:
-    """The bounds of a batch as a whole."""
+def check_batch(batch: pb.Batch) -> list[str]:
+    """The bounds of a batch as a whole. Answers the kinds of its operations."""
     if not batch.ops or len(batch.ops) > MAX_OPS_PER_BATCH:
         raise errors.LimitExceeded(f"a batch has {len(batch.ops)} operations; give 1 to {MAX_OPS_PER_BATCH}")
-    blocks = sum(_blocks_of(op) for op in batch.ops)
+    kinds = [op.WhichOneof("kind") or "none" for op in batch.ops]
+    blocks = tokens = 0
+    for kind, op in zip(kinds, batch.ops, strict=True):
+        if kind == "reserve":
+            blocks += len(op.reserve.hashes) // HASH_BYTES + op.reserve.count
+        elif kind in ("commit", "acquire"):
+            named = op.commit if kind == "commit" else op.acquire
+            blocks += len(named.hashes) // HASH_BYTES
+            tokens += len(named.token_ids) // 4
     if blocks > MAX_BLOCKS_PER_BATCH:
         raise errors.LimitExceeded(f"a batch names {blocks} blocks, the most is {MAX_BLOCKS_PER_BATCH}; split it")
-    tokens = sum(len(op.acquire.token_ids) + len(op.commit.token_ids) for op in batch.ops) // 4
     if tokens > MAX_TOKENS_PER_BATCH:
         raise errors.LimitExceeded(f"a batch has {tokens} token ids, the most is {MAX_TOKENS_PER_BATCH}; split it, or send none")
-
-
-def _blocks_of(op: pb.Op) -> int:
-    packed = len(op.acquire.hashes) + len(op.reserve.hashes) + len(op.commit.hashes)
-    return packed // HASH_BYTES + op.reserve.count
+    return kinds
 
 
 def input_of(op: pb.Op, session: int, now: float, longest_wait_s: float) -> Input:
@@ -285,6 +288,10 @@ def error_reply(error: errors.KVStoreError) -> pb.OpReply:
 
 def batch_messages(number: int, replies: list[pb.OpReply], grants: list[pb.Grant]) -> Iterator[pb.ServerMessage]:
     """A batch's answer, and then what it granted at once, in messages of bounded size: mostly one."""
+    whole = pb.ServerMessage(reply={"number": number, "replies": replies, "grants": grants})
+    if whole.ByteSize() < MAX_REPLY_BYTES:
+        yield whole
+        return
     first = size_bytes = taken = 0
     for end, reply in enumerate(replies, start=1):
         size_bytes += reply.ByteSize()
