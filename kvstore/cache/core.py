@@ -5,7 +5,7 @@ One event loop owns a Cache; nothing here blocks, waits, or reads a clock: `now`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ from kvstore.cache.messages import (
     StartVerify,
     StartWrite,
     Tier,
+    Tokens,
     TransferDone,
     Units,
     pack_hashes,
@@ -160,24 +161,34 @@ class Cache:
         """How many blocks each lease had; None, with nothing done: do them one by one."""
         return singles.release_each(self.state, request)
 
-    def lookup(self, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
-        """Pure: no lease, no recency, no movement."""
-        return finding.lookup(self.state, tenant, namespace, group, hashes)
+    def lookup(self, tenant: str, namespace: int, group: str, hashes: Hashes, pools: Iterable[Cache] = ()) -> Looked | Refused:
+        """Pure: no lease, no recency, no movement. `pools`: the cores of GPUs' pools, which count as hbm."""
+        return finding.lookup(self.state, tenant, namespace, group, hashes, [pool.state for pool in pools])
 
     def prefetch(self, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
         """Answers (started, already in dram)."""
         self._next_operation()
         return hints.prefetch(self.state, namespace, hashes, deadline_at)
 
-    def pin(self, namespace: int, hashes: Hashes) -> Done:
+    def pin(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
+        """Which blocks were not pinned before. [n]"""
         return hints.pin(self.state, namespace, hashes, on=True)
 
-    def unpin(self, namespace: int, hashes: Hashes) -> Done:
+    def unpin(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
+        """Which blocks were. [n]"""
         return hints.pin(self.state, namespace, hashes, on=False)
 
     def has(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
         """Which blocks are in some tier. [n]"""
         return finding.present_in(self.state, self.state.index.find(namespace, hashes))
+
+    def tokens(self, namespace: int, hashes: Hashes) -> Tokens | None:
+        """The token ids of these blocks, one after another; None unless they are kept of all."""
+        kept, spec = self.state.index.tokens, self.state.spec(namespace)
+        rows = self.state.index.find(namespace, hashes).tolist()
+        if kept is None or not spec.tails or not all(row and kept.first_at[row] for row in rows):
+            return None
+        return np.concatenate([kept.tokens_of(row, spec.block_tokens) for row in rows])
 
     def forget(self, namespace: int, hashes: Hashes) -> None:
         """Take blocks out of every tier by force; whoever holds one keeps its slot."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.cache.index import Rows
-from kvstore.cache.messages import Hashes, Keep, KeepKind, Looked, Refused
+from kvstore.cache.messages import Hashes, Keep, KeepKind, Looked, Refused, Tier
 from kvstore.cache.state import State
 
 NOT_NEEDED = 255  # a tier code: this member keeps only a window, and the block lies before it
@@ -46,8 +48,11 @@ def present_in(state: State, rows: Rows) -> NDArray[np.bool_]:
     return found & (rows > 0)
 
 
-def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes) -> Looked | Refused:
-    """How far the prefix reaches and in which tier each block is. Changes nothing."""
+def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes, pools: Sequence[State]) -> Looked | Refused:
+    """How far the prefix reaches and in which tier each block is. Changes nothing.
+
+    `pools`: the states of GPUs' pools, where namespaces have the same ids; what is there counts as in hbm.
+    """
     members = members_of(state, tenant, namespace, group)
     if isinstance(members, Refused):
         return members
@@ -55,14 +60,19 @@ def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes
     keeps = [state.keep(member) for member in members]
     whole = all(keep.kind is KeepKind.ALL for keep in keeps)
     fastest = min(state.index.tiers)
-    if whole and all(state.index.slot[fastest][mine].all() for mine in rows):  # the common case: all of it is in memory
+    if not pools and whole and all(state.index.slot[fastest][mine].all() for mine in rows):  # the common case: all of it is in memory
         return Looked(len(hashes), (np.full(len(hashes), fastest, np.uint8),) * len(members))
-    blocks = complete_prefix([present_in(state, mine) for mine in rows], keeps)
+    in_hbm = [np.zeros(len(hashes), bool) for _ in members]
+    for pool in pools:
+        for member, found in zip(members, in_hbm, strict=True):
+            found |= present_in(pool, pool.index.find(member, hashes))
+    blocks = complete_prefix([present_in(state, mine) | found for mine, found in zip(rows, in_hbm, strict=True)], keeps)
     codes = []
-    for mine, keep in zip(rows, keeps, strict=True):
+    for mine, found, keep in zip(rows, in_hbm, keeps, strict=True):
         code = np.full(blocks, NOT_NEEDED, np.uint8)
         for tier in sorted(state.index.tiers, reverse=True):
             code[state.index.slot[tier][mine[:blocks]] > 0] = tier
+        code[found[:blocks]] = Tier.HBM
         code[: keep.first_needed(blocks)] = NOT_NEEDED
         codes.append(code)
     return Looked(blocks, tuple(codes))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.cache.index import PINNED
-from kvstore.cache.messages import Done, Hashes, Priority, Tier
+from kvstore.cache.messages import Hashes, Priority, Tier
 from kvstore.cache.moving import make_room
 from kvstore.cache.reading import start_read, use
 from kvstore.cache.slots import SlotState
@@ -28,14 +31,14 @@ def prefetch(state: State, namespace: int, hashes: Hashes, deadline_at: float) -
     return started, present
 
 
-def pin(state: State, namespace: int, hashes: Hashes, on: bool) -> Done:
-    """Have blocks evicted only after all that are not pinned (or as usual again). Answers how many changed."""
-    changed = 0
-    for row in state.index.find(namespace, hashes).tolist():
+def pin(state: State, namespace: int, hashes: Hashes, on: bool) -> NDArray[np.bool_]:
+    """Have blocks evicted only after all that are not pinned (or as usual again). Answers which changed. [n]"""
+    changed = np.zeros(len(hashes), bool)
+    for place, row in enumerate(state.index.find(namespace, hashes).tolist()):
         if row and state.index.stored(row) and bool(state.index.flags_at[row] & PINNED) != on:
             state.index.flags_at[row] ^= PINNED
-            changed += 1
+            changed[place] = True
             for tier in state.index.tiers:
                 if slot := state.index.slot_at[tier][row]:
                     state.expose(tier, slot)
-    return Done(changed)
+    return changed

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from kvstore import errors
-from kvstore.cache.core import Cache
+from kvstore.cache.core import Cache, CacheStats, TierFigures
 from kvstore.cache.messages import (
     AssignExtent,
     Attach,
@@ -32,6 +34,9 @@ from kvstore.cache.messages import (
     Tier,
     TransferDone,
 )
+from kvstore.cache.recovery import Cleared
+from kvstore.daemon.demoter import Demoter
+from kvstore.daemon.demotion import Demotion
 from kvstore.daemon.namespaces import Namespaces
 from kvstore.daemon.notices import Notices
 from kvstore.daemon.pools import GpuPool, Pools, Terms
@@ -65,6 +70,8 @@ class Hub:
         self.notices = Notices(epoch, self.namespaces)
         self.transfers: Transfers | None = None  # none until the daemon is put together
         self.pools: Pools | None = None  # none without GPUs
+        self.demotion: Demotion | None = None
+        self._demoters: dict[str, int] = {}  # the daemon's own session of each tenant, that copies down
         self._dram = dram
         self._loop = asyncio.get_running_loop()
         self._grantees: dict[int, Grantee] = {}
@@ -86,9 +93,15 @@ class Hub:
             self._active_at = self.now
         self._carry_out(decisions, before_grants)
         if self.pools is not None:
-            self.pools.settle()
+            self._settle_pools(self.pools)
         if self.transfers is not None:
             self.transfers.kick()
+
+    def _settle_pools(self, pools: Pools) -> None:
+        pools.settle()
+        if self.demotion is not None:
+            self.demotion.kick()
+            self._carry_out(self.cache.drain(), None)
 
     def next_writes(self, limit: int) -> list[StartWrite]:
         """For the mover: blocks to copy down now."""
@@ -169,6 +182,13 @@ class Hub:
         """From now on this one is told of the session's grants."""
         self._grantees[session] = grantee
 
+    def detach(self, session: int) -> None:
+        """The client has unmapped everything: all holds end now."""
+        self.cache.detach(session)
+        if self.pools is not None:
+            self.pools.detach(session)
+        self.settle()
+
     def end_session(self, session: int, reason: str) -> None:
         """The session's stream is gone, or must go."""
         self.cache.session_lost(session, reason)
@@ -199,9 +219,10 @@ class Hub:
         if len(freed := self.sessions.survivors_gone()):
             self.cache.survivors_gone(freed)
         if self.pools is not None:
-            self.pools.collect(self.now)
+            for pool in self.pools.collect(self.now):
+                self._lost(pool)
         if self.now - self._active_at > IDLE_S:
-            for cache in (self.cache, *(self.pools.caches() if self.pools is not None else ())):
+            for cache in self.caches():
                 for broken in cache.check():
                     log.error("a rule of the cache is broken; please report this line and what went before: %s", broken)
 
@@ -215,24 +236,68 @@ class Hub:
             for hashes, parents in self.pools.snapshot(namespace):
                 yield "hbm", hashes, parents
 
-    def use_pools(self, pools: Iterable[GpuPool]) -> Pools:
+    # ---- GPU memory
+
+    def use_pools(self, pools: Iterable[GpuPool]) -> None:
         """From now on blocks can be in these GPUs' memory too. Before any namespace is open."""
         self.pools = Pools(pools, self._granted_in, self.notices.publish)
         self.namespaces.also = self.pools.open
-        return self.pools
+        everywhere = list(self.pools.all.values())
+        demoter = Demoter(everywhere, self.cache, self._demoter_of)
+        self.pools.stored = demoter.stored
+        self.demotion = Demotion(demoter, self._dram.memory, self.namespaces.facts, self.settle)
+
+    def _lost(self, pool: GpuPool) -> None:
+        """A GPU's context is gone: the daemon goes on without it."""
+        log.error("%s: %s; nothing is found there any more, and nothing is put there until the daemon is restarted", pool.name, pool.lost)
+        if self.demotion is not None:
+            self.demotion.demoter.give_up(pool)
+
+    def _demoter_of(self, tenant: str) -> int:
+        """The session under which the daemon copies a tenant's blocks down; 0 where no more sessions may attach."""
+        if tenant in self._demoters or self.pools is None or self.demotion is None:
+            return self._demoters.get(tenant, 0)
+        known = self.sessions.begin(tenant, "(daemon: copies from GPU memory)", maps_arena=False)
+        attach = Attach(known.id, tenant, own=True)
+        if isinstance(self.attach(attach, dict.fromkeys(self.pools.all, Terms(0, 0))), Refused):
+            self.sessions.forget(known.id)
+            return 0
+        self.join(known.id, self.demotion.demoter)
+        self._demoters[tenant] = known.id
+        return known.id
 
     def _granted_in(self, pool: int, granted: Granted) -> None:
         if grantee := self._grantees.get(granted.session):
             grantee.granted(granted, pool)
 
-    def start_clear(self, namespaces: tuple[int, ...]) -> tuple[int, int, int, int, asyncio.Future[None]]:
-        """Remove all blocks: (blocks, dram bytes, nvme bytes, still held, a future that is done when the disk has forgotten them)."""
+    def figures(self) -> tuple[CacheStats, dict[str, TierFigures]]:
+        """Of dram's core, with the counters of pools; and of every tier, by its name."""
+        whole = self.cache.stats()
+        tiers = {tier.name.lower(): figures for tier, figures in whole.tiers.items()}
+        if self.pools is None:
+            return whole, tiers
+        counters = Counter(whole.counters)
+        counters.update(self.pools.counters())
+        if self.demotion is not None:
+            counters.update(self.demotion.demoter.counts)
+        return replace(whole, counters=dict(counters)), self.pools.figures() | tiers
+
+    def caches(self) -> tuple[Cache, ...]:
+        """Dram's core, and those of pools."""
+        return (self.cache, *(self.pools.caches() if self.pools is not None else ()))
+
+    def start_clear(self, namespaces: tuple[int, ...]) -> tuple[Cleared, int, asyncio.Future[None]]:
+        """Remove all blocks: (what went, bytes in GPU memory, a future that is done when the disk has forgotten them)."""
         self._last_clear += 1
         finished: asyncio.Future[None] = self._loop.create_future()
         self._clears[self._last_clear] = finished
+        blocks = held = hbm_bytes = 0
+        if self.pools is not None:
+            blocks, held, hbm_bytes = self.pools.clear(namespaces, self.cache)
+            self.pools.settle()  # watchers hear of it before they hear that all is cleared
         cleared = self.cache.clear(self._last_clear, namespaces)
         self.settle()
-        return cleared.blocks, cleared.dram_bytes, cleared.nvme_bytes, cleared.held_blocks, finished
+        return replace(cleared, blocks=cleared.blocks + blocks, held_blocks=cleared.held_blocks + held), hbm_bytes, finished
 
 
 def _advice(corrupted: Corrupted) -> str:

@@ -7,11 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from kvstore.daemon.jobs import Job, Moved
+from kvstore.daemon.jobs import Moved
+
+Job = TypeVar("Job")
 
 
-class Lanes:
+class Lanes(Generic[Job]):
     """`submit` from the event loop; results go to `deliver` from a lane's thread (pass `loop.call_soon_threadsafe` on)."""
 
     def __init__(self, count: int, run: Callable[[Job], list[Moved]], deliver: Callable[[Job, list[Moved]], None]) -> None:

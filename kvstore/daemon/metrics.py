@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvstore import __version__
-from kvstore.cache.core import CacheStats
+from kvstore.cache.core import CacheStats, TierFigures
 from kvstore.config import split_address
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Health
@@ -29,11 +29,13 @@ class Figures:
     """All that the daemon knows of itself at one moment."""
 
     cache: CacheStats
+    tiers: dict[str, TierFigures]  # by name
     health: dict[str, Health]
     block_counts: Counter[tuple[str, str]]  # by operation and outcome
     transfer_counts: Counter[tuple[str, str]]  # by kind and result
     moved_bytes: Counter[str]  # by kind of transfer
     blocks_out: int
+    waiting_demotions: int
     reads_queued: int
     longest_transfer_s: float
     watchers: int
@@ -102,8 +104,7 @@ def _tiers(figures: Figures) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("kvstore_tier_blocks", "Blocks in a tier", labels=["tier"])
     held = GaugeMetricFamily("kvstore_tier_held_bytes", "Bytes of a tier that leases, reservations and orphans keep", labels=["tier"])
     health = GaugeMetricFamily("kvstore_tier_health", "1 for the state that a tier is in", labels=["tier", "state"])
-    for tier, numbers in figures.cache.tiers.items():
-        name = tier.name.lower()
+    for name, numbers in figures.tiers.items():
         capacity.add_metric([name], numbers.capacity_bytes)
         blocks.add_metric([name], numbers.blocks)
         held.add_metric([name], numbers.held_bytes)
@@ -148,6 +149,7 @@ def _gauges(figures: Figures) -> Iterator[Metric]:
         ("kvstore_tail_bytes", "What these token ids take, beside the index and the tiers", figures.cache.tail_bytes),
         ("kvstore_tail_capacity_bytes", "What token ids may take; 0 where no namespace has tails", figures.cache.tail_capacity_bytes),
         ("kvstore_waiting_writes", "Blocks that wait to be copied down", figures.cache.waiting_writes),
+        ("kvstore_waiting_demotions", "Blocks of GPU memory that wait to be copied to host memory", figures.waiting_demotions),
         ("kvstore_waiting_reads", "Blocks that wait to be copied up", figures.reads_queued),
         ("kvstore_transfers_out", "Blocks being copied now", figures.blocks_out),
         ("kvstore_longest_transfer_seconds", "For how long the oldest copy has been under way", figures.longest_transfer_s),

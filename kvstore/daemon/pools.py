@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from kvstore import errors
-from kvstore.cache.core import Cache
+from kvstore.cache.core import Cache, TierFigures
 from kvstore.cache.messages import (
     UNIT_BYTES,
     Acquire,
     Attach,
     Claim,
+    Decision,
     Granted,
     NamespaceSpec,
     Notice,
@@ -133,6 +134,11 @@ class Pools:
         pool.check(request)
         return pool.cache
 
+    def detach(self, session: int) -> None:
+        """Its client has left the memory alone, and says so."""
+        for pool in self.all.values():
+            pool.cache.detach(session)
+
     def session_ended(self, session: int, reason: str) -> None:
         """It ended in dram's core."""
         for pool in self.all.values():
@@ -143,25 +149,33 @@ class Pools:
         if any(session in pool.cache.state.sessions for pool in self.all.values()):
             self._leaving.append((now + GONE_S, session))
 
-    def collect(self, now: float) -> None:
-        """A few times a second."""
+    def collect(self, now: float) -> list[GpuPool]:
+        """A few times a second; answers the pools whose GPU was lost since."""
         while self._leaving and self._leaving[0][0] <= now:
             _, session = self._leaving.popleft()
             for pool in self.all.values():
                 pool.cache.process_gone(session)
         for pool in self.all.values():
             pool.cache.tick(now)
+        lost = [pool for pool in self.all.values() if pool.tier.lost and not pool.lost]
+        for pool in lost:
+            self._lose(pool, f"its GPU failed: {pool.tier.lost}")
+        return lost
 
     # ---- decisions
 
     def settle(self) -> None:
         """Carry out what the cores have decided: grants, and notices as of hbm. There is nothing to mark, and no disk."""
         for pool in self.all.values():
-            for decision in pool.cache.drain():
-                if isinstance(decision, Granted):
-                    self._granted(pool.number, decision)
-                elif isinstance(decision, Notice) and decision.kind is not NoticeKind.CLEARED:  # that one comes from dram's core
-                    self._tell(pool, decision)
+            while decisions := pool.cache.drain():  # who is told of new blocks may take leases on them
+                self._carry_out(pool, decisions)
+
+    def _carry_out(self, pool: GpuPool, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Granted):
+                self._granted(pool.number, decision)
+            elif isinstance(decision, Notice) and decision.kind is not NoticeKind.CLEARED:  # that one comes from dram's core
+                self._tell(pool, decision)
 
     def _tell(self, pool: GpuPool, notice: Notice) -> None:
         if notice.kind is NoticeKind.STORED:
@@ -188,10 +202,21 @@ class Pools:
         for pool in self.all.values():
             pool.cache.forget(namespace, unpack_hashes(block))
 
-    def lose(self, pool: GpuPool, why: str) -> None:
-        """Its GPU is lost: nothing is found there any more. What is held stays, for what it is worth, with its holders."""
+    def _lose(self, pool: GpuPool, why: str) -> None:
+        """Nothing is found there any more. What is held stays, for what it is worth, with its holders."""
         pool.lost = why
         pool.cache.clear(0, tuple(range(1, len(pool.cache.state.namespaces))))
+
+    def clear(self, namespaces: tuple[int, ...], dram: Cache) -> tuple[int, int, int]:
+        """Remove all blocks of these namespaces: (how many were in no other tier, how many are still held, bytes)."""
+        alone: set[tuple[int, bytes]] = set()
+        for namespace in namespaces:
+            for packed, _ in self.snapshot(namespace):
+                hashes = unpack_hashes(packed)
+                missing = hashes[~dram.has(namespace, hashes)]
+                alone.update((namespace, each.tobytes()) for each in missing)
+        cleared = [pool.cache.clear(0, namespaces) for pool in self.all.values()]
+        return len(alone), sum(each.held_blocks for each in cleared), sum(each.dram_bytes for each in cleared)
 
     def snapshot(self, namespace: int) -> Iterator[tuple[bytes, bytes]]:
         """All blocks of a namespace, in pieces, perhaps some twice: (packed hashes, packed parents)."""
@@ -202,6 +227,10 @@ class Pools:
     def caches(self) -> tuple[Cache, ...]:
         """Every core."""
         return tuple(pool.cache for pool in self.all.values())
+
+    def figures(self) -> dict[str, TierFigures]:
+        """Each pool's, by its name."""
+        return {pool.name: figures for pool in self.all.values() for figures in pool.cache.stats().tiers.values()}
 
     def counters(self) -> Counter[str]:
         """What is counted, by the names under which it is shown."""

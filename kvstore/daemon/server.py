@@ -199,13 +199,20 @@ class Daemon:
         return touched_bytes
 
     def _figures(self) -> Figures:
-        transfers = self._hub.transfers
+        (cache, tiers), transfers, demotion = self._hub.figures(), self._hub.transfers, self._hub.demotion
+        copies = transfers.counts.copy() if transfers else Counter()
+        moved = transfers.moved_bytes.copy() if transfers else Counter()
+        if demotion is not None:
+            copies.update({("demote", result): count for result, count in demotion.counts.items()})
+            moved["demote"] = demotion.moved_bytes
         return Figures(
-            cache=self._hub.cache.stats(),
+            cache=cache,
+            tiers=tiers,
             health=self._parts.health(),
             block_counts=self._service.block_counts,
-            transfer_counts=transfers.counts if transfers else Counter(),
-            moved_bytes=transfers.moved_bytes if transfers else Counter(),
+            transfer_counts=copies,
+            moved_bytes=moved,
+            waiting_demotions=demotion.demoter.waiting if demotion else 0,
             blocks_out=transfers.blocks_out if transfers else 0,
             reads_queued=transfers.reads_queued if transfers else 0,
             longest_transfer_s=transfers.longest_out_s() if transfers else 0.0,
@@ -214,15 +221,19 @@ class Daemon:
         )
 
     async def _finish_writes(self, deadline: float) -> None:
-        transfers = self._hub.transfers
+        transfers, demotion = self._hub.transfers, self._hub.demotion
         while transfers is not None and time.monotonic() < deadline:
             self._hub.settle()
-            if transfers.idle and not self._hub.cache.stats().waiting_writes:
+            if transfers.idle and (demotion is None or demotion.demoter.idle) and not self._hub.cache.stats().waiting_writes:
                 return
             await asyncio.sleep(0.01)
 
     async def _close_tiers(self, deadline: float) -> None:
         transfers, nvme, dram = self._hub.transfers, self._parts.nvme, self._parts.dram
+        demotion = self._hub.demotion
+        if demotion is not None and not await asyncio.to_thread(demotion.close, max(1.0, deadline - time.monotonic())):
+            log.error("a GPU did not answer in time: what was on its way from there is lost")
+            return
         ended = transfers is None or await asyncio.to_thread(transfers.close, max(1.0, deadline - time.monotonic()))
         if not ended:
             log.error("the disk did not answer in time: it is left as after a crash")

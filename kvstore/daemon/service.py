@@ -10,8 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import __version__, errors
+from kvstore.cache.core import TierFigures
 from kvstore.cache.messages import Refused
 from kvstore.config import Settings
 from kvstore.daemon import wire
@@ -26,6 +29,7 @@ from kvstore.tiers.base import Health
 from kvstore.tiers.dram import DramTier
 
 CLEAR_TIMEOUT_S = 60.0  # seconds until a Clear is told that the disk does not keep up; the blocks cannot be found any more even so
+NO_FIGURES = TierFigures(0, {}, 0, 0)  # of a tier that was asked for and is not there: its health says why
 PREFETCH_S = 30.0  # seconds that a guess is worth waiting for
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -94,7 +98,9 @@ class Service(KVStoreServicer):
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         self._check_epoch(request.epoch)
         tenant = tenant_of(context)
-        found = self._hub.cache.lookup(tenant, request.namespace_id, wire.text_of(request.group, "group"), wire.hashes_of(request.hashes))
+        group, hashes = wire.text_of(request.group, "group"), wire.hashes_of(request.hashes)
+        dram, *pools = self._hub.caches()
+        found = dram.lookup(tenant, request.namespace_id, group, hashes, pools)
         if isinstance(found, Refused):
             raise wire.refusal(found)
         return pb.LookupReply(epoch=self._hub.epoch, blocks=found.blocks, tiers=[tiers.tobytes() for tiers in found.tiers])
@@ -124,32 +130,38 @@ class Service(KVStoreServicer):
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:  # noqa: N802
         namespace = self._namespace(request.epoch, request.namespace_id, context)
-        changed = self._hub.cache.pin(namespace.id, wire.hashes_of(request.hashes))
-        return pb.PinReply(epoch=self._hub.epoch, blocks=changed.count)
+        hashes = wire.hashes_of(request.hashes)
+        return self._pinned([cache.pin(namespace.id, hashes) for cache in self._hub.caches()])
 
     async def Unpin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:  # noqa: N802
         namespace = self._namespace(request.epoch, request.namespace_id, context)
-        changed = self._hub.cache.unpin(namespace.id, wire.hashes_of(request.hashes))
-        return pb.PinReply(epoch=self._hub.epoch, blocks=changed.count)
+        hashes = wire.hashes_of(request.hashes)
+        return self._pinned([cache.unpin(namespace.id, hashes) for cache in self._hub.caches()])
 
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearReply:  # noqa: N802
         if request.namespace_id:
             namespaces = [self._namespace(request.epoch, request.namespace_id, context)]
         else:
             namespaces = self._hub.namespaces.of_tenant(tenant_of(context))
-        blocks, dram_bytes, nvme_bytes, held_blocks, finished = self._hub.start_clear(tuple(each.id for each in namespaces))
+        cleared, hbm_bytes, finished = self._hub.start_clear(tuple(each.id for each in namespaces))
         try:
             await asyncio.wait_for(finished, CLEAR_TIMEOUT_S)
         except TimeoutError:
             raise errors.DeadlineExceeded(
-                f"{blocks} blocks are cleared, but the disk has not forgotten them within {CLEAR_TIMEOUT_S:g} s; clear again"
+                f"{cleared.blocks} blocks are cleared, but the disk has not forgotten them within {CLEAR_TIMEOUT_S:g} s; clear again"
             ) from None
         return pb.ClearReply(
-            epoch=self._hub.epoch, blocks=blocks, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes, held_blocks=held_blocks
+            epoch=self._hub.epoch,
+            blocks=cleared.blocks,
+            dram_bytes=cleared.dram_bytes,
+            nvme_bytes=cleared.nvme_bytes,
+            held_blocks=cleared.held_blocks,
+            hbm_bytes=hbm_bytes,
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsReply:  # noqa: N802
-        tenant, figures, health = tenant_of(context), self._hub.cache.stats(), self._health()
+        tenant, health = tenant_of(context), self._health()
+        figures, tiers = self._hub.figures()
         reply = pb.StatsReply(
             epoch=self._hub.epoch,
             version=__version__,
@@ -164,9 +176,8 @@ class Service(KVStoreServicer):
             tail_bytes=figures.tail_bytes,
             tail_capacity_bytes=figures.tail_capacity_bytes,
         )
-        for tier, numbers in figures.tiers.items():
-            name = tier.name.lower()
-            state = health[name]
+        for name, state in health.items():
+            numbers = tiers.get(name, NO_FIGURES)
             reply.tiers.add(
                 tier=name,
                 capacity_bytes=numbers.capacity_bytes,
@@ -205,6 +216,10 @@ class Service(KVStoreServicer):
             hub.notices.forget(watcher)
 
     # ----
+
+    def _pinned(self, changed: list[NDArray[np.bool_]]) -> pb.PinReply:
+        """A block counts once, in however many tiers it is."""
+        return pb.PinReply(epoch=self._hub.epoch, blocks=int(np.count_nonzero(np.logical_or.reduce(changed))))
 
     def _check_epoch(self, epoch: str) -> None:
         if epoch != self._hub.epoch:

@@ -89,11 +89,20 @@ class Parts:
 
     def health(self) -> dict[str, Health]:
         """Every tier's."""
-        states = {"dram": self.dram.health(), **self.hbm.health()}
+        states = {**self._gpus(), "dram": self.dram.health()}
         if self.nvme is not None:
             states["nvme"] = self.nvme.health()
             if self.hub.transfers is not None and (stuck_s := self.hub.transfers.longest_out_s()) > self.stuck_s:
                 states["nvme"] = Health(HealthState.DEGRADED, f"nvme: a transfer has been under way for {stuck_s:.0f} s; check the disk")
+        return states
+
+    def _gpus(self) -> dict[str, Health]:
+        """Every pool's; a copy that is under way for longer than anybody waits shows as degraded."""
+        states, demotion = self.hbm.health(), self.hub.demotion
+        for pool in self.hub.pools.all.values() if self.hub.pools is not None and demotion is not None else ():
+            if (stuck_s := demotion.longest_out_s(pool.number) if demotion is not None else 0.0) > self.stuck_s:
+                why = f"{pool.name}: a copy to host memory has been under way for {stuck_s:.0f} s; see nvidia-smi"
+                states[pool.name] = Health(HealthState.DEGRADED, why)
         return states
 
 

@@ -195,8 +195,7 @@ class SessionStream:
                     raise errors.InvalidArgument("operations before Ready; take the lock, send Locked and wait for Ready")
                 self._batch(session, message.batch)
             case "detach":
-                self._hub.cache.detach(session.id)
-                self._hub.settle()
+                self._hub.detach(session.id)
             case _:
                 raise errors.InvalidArgument(f"{kind} does not belong here in a session's stream")
 

@@ -18,10 +18,12 @@ ANSWER_S = 60.0  # seconds: far beyond what a command takes on a loaded machine
 
 
 class Child:
-    """One `child.Program`. Use it in a `with` block, which kills it at the end."""
+    """One `child.Program`, or another program that answers as it does. Use it in a `with` block, which kills it at the end."""
+
+    program = "tests.cases.child"
 
     def __init__(self, address: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "tests.cases.child", address]
+        command = [sys.executable, "-m", self.program, address]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **environment})
 

@@ -31,7 +31,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_every_job_is_delivered_with_its_results() -> None:
     delivered: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-    lanes = Lanes(3, lambda job: [Moved(TransferResult.OK)], lambda job, moved: delivered.put((job, moved)))
+    lanes: Lanes[DeleteJob] = Lanes(3, lambda job: [Moved(TransferResult.OK)], lambda job, moved: delivered.put((job, moved)))
     jobs = [DeleteJob(()) for _ in range(100)]
     for job in jobs:
         lanes.submit(job)
