@@ -40,17 +40,29 @@ class Tail:
     tokens: int
 
 
+class Arrival(Protocol):
+    """Blocks that are on their way into a GPU's memory, layer by layer. Any thread."""
+
+    def follow(self, layer: int, stream: int) -> None:
+        """What is queued on `stream`, a handle of the driver, from now on sees this layer. Raises Unavailable where they are lost."""
+
+    def done(self) -> bool:
+        """Whether all have arrived; then nothing needs to follow."""
+
+
 @dataclass(frozen=True)
 class Slots:
     """Parallel arrays, one row a slot: `units` [n] uint32 (offset in 4 KiB units), `generations` [n] uint32.
 
     `tail`, only from an acquire with a prompt: what is usable beyond these blocks. It is under the same lease, as one more block
     after them: copy its first tokens to a slot of your own (`worker.tails`), then `release(lease, keep_blocks=len(slots))`.
+    `arrival`, only where slots lie in a GPU's memory: those of them that come up from the host's are not to be read before it.
     """
 
     units: NDArray[np.uint32]
     generations: NDArray[np.uint32]
     tail: Tail | None = None
+    arrival: Arrival | None = None
 
     def __len__(self) -> int:
         return len(self.units)
@@ -71,14 +83,14 @@ class BlockStore(Protocol):
 
     @property
     def arena(self) -> NDArray[np.uint8]:
-        """The whole DRAM arena, writable. Write only into slots that are reserved and not yet committed."""
+        """The whole arena, writable (a GPU's: as torch's tensor). Write only into slots that are reserved and not yet committed."""
 
     @property
     def tails(self) -> bool:
         """Whether token ids are kept, so that an acquire finds partial tails. Where not, those given to it are of no use, and no error."""
 
     def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None) -> Slots:
-        """Lease the leading blocks of packed `hashes` that the store has, brought into DRAM; they stay until `release`.
+        """Lease the leading blocks of packed `hashes` that the store has, brought into the arena; they stay until `release`.
 
         Fewer than asked, down to none, where blocks are missing, could not be read, or the timeout passed. With `prompt` (then `hashes`
         may be empty) a partial tail too: whole blocks and tail together never reach the prompt's last token, if `hashes` does not.

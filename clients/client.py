@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -17,12 +17,13 @@ import grpc
 
 from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
-from kvstore.clients.blocks import BlockStore, Tokens, require_tails
+from kvstore.clients.blocks import Tokens, require_tails
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.link import Link, Unmapped
+from kvstore.clients.pools import PoolTerms
 from kvstore.clients.put import Put
 from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
@@ -115,15 +116,21 @@ class KVClient:
             raise
         self._run(writing.finish_put(namespace, put))
 
-    def open_blocks(self, identity: Identity, geometry: Geometry, shard: str = "", *, tails: bool = False) -> BlockStore:
+    def open_blocks(
+        self, identity: Identity, geometry: Geometry, shard: str = "", *, tails: bool = False, pools: Sequence[PoolTerms] = ()
+    ) -> BlockSession:
         """The store as a paged KV cache uses it, with a session of its own. Raises Unavailable where the arena cannot be mapped.
 
         `tails`: have token ids kept, so that an acquire finds partial tails; raises GeometryError where a block's layout has none.
+        `pools`: the GPUs whose memory is to be used too; those that the daemon has are in the session's own `pools`.
         """
         if tails:
             require_tails(geometry)
         request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL, tails)
-        return BlockSession(self.place, geometry, request, self._hello)
+        hello = pb.Hello()
+        hello.MergeFrom(self._hello)
+        hello.pools.extend(each.message() for each in pools)
+        return BlockSession(self.place, geometry, request, hello)
 
     # ---- operations
 

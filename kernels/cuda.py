@@ -87,10 +87,12 @@ class CudaBackend:
         self.prepare([variant])
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         with self.device:
-            stream = self.cupy.cuda.get_current_stream().ptr
-            self._driver.launchKernel(
-                self._functions[variant.name], *grid, variant.threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
-            )
+            function, arguments = self._functions[variant.name], ctypes.addressof(pointers)
+            self._driver.launchKernel(function, *grid, variant.threads, 1, 1, shared_bytes, self.stream(), arguments, 0)
+
+    def stream(self) -> int:
+        """The driver's handle of the stream that kernels are queued on."""
+        return int(self.cupy.cuda.get_current_stream().ptr)
 
     def upload(self, array: NDArray[Any]) -> Any:
         """A copy of an array in this GPU's memory."""

@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role", choices=("prefill", "decode", "both"), default="both",
         help="behind `kvstore front`: prefill answers once a prompt's blocks are in the store; decode and both serve as ever",
     )  # fmt: skip
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="auto",
+        help="cpu; cuda or cuda:1: a GPU, its KV cache the daemon's pool there (serve --hbm); auto (the default): that where it can be had",
+    )  # fmt: skip
     parser.add_argument("--guarantee", metavar="BYTES", type=_bytes, default=0, help="of the daemon's memory, that no other client takes")
     parser.add_argument("--limit", metavar="BYTES", type=_bytes, default=0, help="the most of the daemon's memory that it holds")
     parser.add_argument("--tails", action="store_true", help="find prefixes to the token, not only to the block (docs/tails.md)")
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     given = {name: getattr(args, name) for name in ("max_waiting", "running", "step_tokens") if getattr(args, name) is not None}
-    given |= {"guarantee_bytes": args.guarantee, "limit_bytes": args.limit}
+    given |= {"guarantee_bytes": args.guarantee, "limit_bytes": args.limit, "device": args.device}
     plan = main.Plan(args.model, args.listen, args.standalone, tails=args.tails, flushing=args.role == "prefill", **given)
     settings = Settings(args.name, os.environ.get(config.API_KEY, ""), args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))

@@ -35,8 +35,7 @@ NAME = "kvstore_paged"
 class Reach:
     """What the layers of one kind attend to: all tokens before, or the last `window`, the querying one included.
 
-    It stands where transformers passes a mask to its layers, which hand it to the attention unread.
-    """
+    It stands where transformers passes a mask to its layers, which hand it to the attention unread."""
 
     window: int | None
 
@@ -212,8 +211,7 @@ def paged_attention(
     query   [1, q_heads, new tokens, dim]     key, value  [1, kv_heads, new tokens, dim], all after their rotation; where the layer
     is latent, key [1, 1, new tokens, latent] and value [1, 1, new tokens, rope], as `latent.kept_compressed` leaves them
     softcap the scores are softcap * tanh(score / softcap)     s_aux  [q_heads] the score of a token that nobody sees
-    Returns [1, new tokens, q_heads, value dim]. Raises InvalidArgument without a step, and for what it does not do.
-    """
+    Returns [1, new tokens, q_heads, value dim]. Raises InvalidArgument without a step, and for what it does not do."""
     if paged_step is None:
         raise InvalidArgument("paged attention was called without paged_step; pass it to the model's forward")
     if others.get("position_bias") is not None:
@@ -233,9 +231,9 @@ def paged_attention(
         paged_step.scratch.layout.check(keys, values)
         kernels.write(layer.index, key, value)
     paged_step.write_s += time.perf_counter() - began_at
-    parts = _in_groups(layer, paged_step, query[0]) if kernels is None else _by_kernels(layer, kernels, query[0])
     if kernels is not None and len(kernels.rows) == len(paged_step.spans):
-        return parts[0][1][None], None
+        return _decoded(layer, kernels, query[0])[None], None
+    parts = _in_groups(layer, paged_step, query[0]) if kernels is None else _by_kernels(layer, kernels, query[0])
     done = {id(span) for _, _, some in parts for span in some}
     for span in paged_step.spans:
         if id(span) not in done:
@@ -275,15 +273,18 @@ def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tenso
 
 def _by_kernels(layer: Layer, kernels: KernelStep, query: Tensor) -> Parts:
     """Attention of the single new tokens by the kernels: query [q_heads, token, dim] of the whole step."""
-    if not kernels.rows:
-        return []
+    return [(kernels.at, _decoded(layer, kernels, query), cast(Sequence[Span], kernels.rows))] if kernels.rows else []
+
+
+def _decoded(layer: Layer, kernels: KernelStep, query: Tensor) -> Tensor:
+    """[row, q_heads, value dim] of the rows."""
     rows = kernels.queries(query)
     if layer.is_latent:
         rows = latent.absorb(layer.module, rows)
     out = kernels.decode(layer.index, rows, layer.scaling, layer.window, layer.softcap, layer.sinks)
     if layer.is_latent:
         out = latent.bring_out(layer.module, out.transpose(0, 1))
-    return [(kernels.at, out, cast(Sequence[Span], kernels.rows))]
+    return out
 
 
 def _in_groups(layer: Layer, step: Step, query: Tensor) -> Parts:

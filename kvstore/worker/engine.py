@@ -25,6 +25,7 @@ from kvstore.worker.beams import BeamSearch
 from kvstore.worker.branch import Branch, Completion, Job, Timings
 from kvstore.worker.costs import Costs
 from kvstore.worker.forward import forward
+from kvstore.worker.gpu.device import Gpu
 from kvstore.worker.lives import Lives, nobody, sequence_of
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
@@ -45,12 +46,14 @@ class Options:
     patience_s   how long a sequence may wait for slots that only other workers hold, before it fails. 0: not at all
     keep_logits  a completion keeps the logits of its first token
     native       single new tokens attend through the CPU kernels where there are any: faster, and not to the last bit as torch does
+    gpu          where the model and the store's blocks are, if not in the host's memory
     """
 
     rules: Rules = field(default_factory=Rules)
     patience_s: float = 0.0
     keep_logits: bool = True
     native: bool = False
+    gpu: Gpu | None = None
 
 
 class Engine:
@@ -62,7 +65,7 @@ class Engine:
             raise GeometryError(f"the store's blocks are {store.geometry}, the model's {geometry}; open it with the model's geometry")
         self.options = options or Options()
         self._loaded = loaded
-        self._cache = PagedCache(store, native=self.options.native)
+        self._cache = PagedCache(store, native=self.options.native, gpu=self.options.gpu)
         self._costs = Costs(store.geometry.block_tokens)
         self._room = Room(len(store.arena) // store.geometry.slot_bytes)
         self._admission = Admission(self._cache, self.options.rules, self._costs, self._room)

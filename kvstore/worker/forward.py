@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from kvstore.worker.attention import Step
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache, PagedSequence
 
@@ -34,14 +36,17 @@ def forward(loaded: LoadedModel, cache: PagedCache, parts: Sequence[tuple[PagedS
         for span, (each, count) in zip(step.spans, parts, strict=True)
         if each.computed + count == len(each.tokens)
     ]  # fmt: skip
-    model = cast(Any, loaded.model)
-    out = model(
-        input_ids=torch.tensor([tokens]),
-        position_ids=torch.tensor([positions]),
-        use_cache=False,
-        logits_to_keep=torch.tensor(known or [0]),
-        paged_step=step,
-    )
+    if cache.runner is not None:
+        logits = cache.runner.logits(partial(_pass, loaded), step, tokens, positions, known or [0], cache.pool.arena())
+    else:
+        logits = _pass(loaded, torch.tensor([tokens]), torch.tensor([positions]), torch.tensor(known or [0]), step)
     spent.gather_s, spent.write_s = step.gather_s, step.write_s
     spent.compute_s = time.perf_counter() - began_at - step.gather_s - step.write_s
+    return logits
+
+
+def _pass(loaded: LoadedModel, ids: Tensor, positions: Tensor, kept: Tensor, step: Step) -> Tensor:
+    """Logits [kept, vocab] of a row of token ids [1, n] at `positions` [1, n]."""
+    model = cast(Any, loaded.model)
+    out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept, paged_step=step)
     return cast(Tensor, out.logits[0])

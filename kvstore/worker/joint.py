@@ -61,7 +61,7 @@ class JointWriter:
 
 def alike(places: Sequence[tuple[BlockTable, int]]) -> ArenaRows | None:
     """The arena in which all these places are; None where they are in several."""
-    arenas = {id(run.arena): run.arena for table, _ in places for run in table.runs}
+    arenas = {id(run.arena): run.arena for table, _ in places for run in table.runs if run.units}
     return next(iter(arenas.values())) if len(arenas) == 1 else None
 
 

@@ -24,13 +24,15 @@ class Part(Protocol):
 
 
 class KernelStep(Protocol):
-    """The kernels' part in one step: they write all its new K and V, and attend for its rows. Tensors as `NativeStep` has them.
+    """The kernels' part in one step: they write all its new K and V, and attend for its rows. Tensors as `NativeStep` has them."""
 
-    rows   those that attend through the kernel      at   [row] where they are in the step
-    """
+    @property
+    def rows(self) -> Sequence[Part]:
+        """Those that attend through the kernel."""
 
-    rows: Sequence[Part]
-    at: Tensor
+    @property
+    def at(self) -> Tensor:
+        """[row] where they are in the step."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put all new K and V of a layer into their slots."""

@@ -14,18 +14,22 @@ import contextlib
 import itertools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvstore.clients.blocks import BlockStore, Tail
+from kvstore.clients.blocks import Arrival, BlockStore, Tail
 from kvstore.errors import EnvironmentFault, InvalidArgument, ResourceExhausted
 from kvstore.hashing import HASH_BYTES, block_hashes
 from kvstore.worker.attention import Span, Step
+from kvstore.worker.gpu.device import Gpu
+from kvstore.worker.gpu.kernels import GpuKernels
+from kvstore.worker.gpu.running import GpuRunner
 from kvstore.worker.native import native_for
 from kvstore.worker.pool import Place, Pool, slots_of
 from kvstore.worker.pulls import Pulled, Pulls
-from kvstore.worker.rows import BlockTable, RowLayout, Scratch
+from kvstore.worker.rows import CPU, BlockTable, RowLayout, Scratch
 from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S
 
 REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
@@ -44,12 +48,17 @@ class PagedCache:
     """Sequences over one store. One thread calls it; `close` ends what is left and leaves the store open.
 
     native    single new tokens attend through the CPU kernels, where there are any: faster, and not torch's last bits
+    gpu       where the store's blocks lie, if not in the host's memory: the CUDA kernels attend there
     """
 
-    def __init__(self, store: BlockStore, acquire_timeout_s: float = ACQUIRE_TIMEOUT_S, native: bool = False) -> None:
+    def __init__(
+        self, store: BlockStore, acquire_timeout_s: float = ACQUIRE_TIMEOUT_S, native: bool = False, gpu: Gpu | None = None
+    ) -> None:
         self.store = store
-        self.layout = RowLayout(store.geometry)
-        self.native = native_for(self.layout) if native else None
+        self.layout = RowLayout(store.geometry, CPU if gpu is None else gpu.device)
+        self.native = GpuKernels(gpu, self.layout) if gpu is not None else native_for(self.layout) if native else None
+        self.gpu = gpu
+        self.runner = None if gpu is None else GpuRunner(gpu, self.layout)
         self.scratch = Scratch(self.layout)
         self.acquire_timeout_s = acquire_timeout_s
         self.pool = Pool(store, self.layout)
@@ -88,7 +97,12 @@ class PagedCache:
         """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
         ends = itertools.accumulate(count for _, count in parts)
         spans = [Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
-        return Step(spans, self.scratch, self.native)
+        return Step(spans, self.scratch, self.native, self._arrive([sequence for sequence, _ in parts]))
+
+    def copied(self) -> None:
+        """A block was copied: whoever is given the original back next may write to it."""
+        if self.gpu is not None:
+            self.gpu.settle()
 
     def let_go(self, hold: Hold) -> None:
         """One sequence less has this; the last one gives it back."""
@@ -146,6 +160,21 @@ class PagedCache:
             sequence.close()
         self.pulls.close()
         self.pool.close()
+        if self.runner is not None:
+            self.runner.close()
+
+    def _arrive(self, sequences: Sequence["PagedSequence"]) -> Callable[[int], None] | None:
+        """What is to be called with each layer of a step; None where nothing of these sequences is on its way."""
+        arrivals = {arrival for each in sequences if (arrival := each.arrival) is not None and not arrival.done()}
+        gpu = self.gpu
+        if not arrivals or gpu is None:
+            return None
+
+        def follow(layer: int, stream: int) -> None:
+            for arrival in arrivals:
+                arrival.follow(layer, stream)
+
+        return lambda layer: gpu.arrived(partial(follow, layer))
 
 
 class PagedSequence:
@@ -153,6 +182,7 @@ class PagedSequence:
 
     tokens      the prompt and what was added since        computed    how many of them have their KV in slots
     hit_tokens  how many of those came from the store      fault       what kept the store from being used, if anything did
+    arrival     blocks of those that may still be on their way
     """
 
     def __init__(self, cache: PagedCache, tokens: Sequence[int], pulled: Pulled, origin: "PagedSequence | None" = None) -> None:
@@ -161,6 +191,7 @@ class PagedSequence:
         self._cache, self._root = cache, pulled.root
         self._size = cache.layout.tokens
         self._closed = False
+        self.arrival: Arrival | None = pulled.arrival if origin is None else origin.arrival
         self._holds: list[Hold]  # the last one is where new places go
         self._own: list[tuple[Hold, Place]]  # of the blocks after those that came from the store, in order
         if origin is None:
@@ -191,6 +222,7 @@ class PagedSequence:
         with contextlib.suppress(ResourceExhausted):
             place = self._places(1)[0]
             place.arena.copy_block(place.unit, pulled.arena, tail.unit)
+            self._cache.copied()
             self._add(place)
             self.computed += tail.tokens
             self.hit_tokens += tail.tokens
@@ -282,6 +314,7 @@ class PagedSequence:
         """Go on in a copy of the last block."""
         _, shared = self._own.pop()
         place.arena.copy_block(place.unit, shared.arena, shared.unit)
+        self._cache.copied()
         self.table.pop()
         self._cache.lost([(shared.arena.address, shared.unit)])
         self._add(place)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kvstore.clients.blocks import BlockStore, Prompt, Tail
+from kvstore.clients.blocks import Arrival, BlockStore, Prompt, Tail
 from kvstore.errors import EnvironmentFault, KVStoreError, Unavailable
 from kvstore.hashing import HASH_BYTES, block_hashes, usable_blocks
 from kvstore.worker.pool import Pool
@@ -26,6 +26,7 @@ class Pulled:
     """What came of a pull: blocks at `units` of `arena`, leased under `lease`; `fault`: what kept the store from being used.
 
     hashes      32 bytes a block, of all full blocks of the prompt
+    arrival     what is to be waited for before they are read, where they are on their way into a GPU's memory
     tail        a block that begins as the prompt goes on after those; it is under the same lease until `PagedSequence` has copied it
     """
 
@@ -35,6 +36,7 @@ class Pulled:
     arena: ArenaRows
     units: list[int] = field(default_factory=list)
     tail: Tail | None = None
+    arrival: Arrival | None = None
     fault: EnvironmentFault | None = None
     hash_s: float = 0.0
     acquire_s: float = 0.0
@@ -82,10 +84,10 @@ class Pulls:
         pulled = Pulled(lease, root, block_hashes(root, tokens, size), self._pool.arena())
         hashed_at = time.perf_counter()
         usable = usable_blocks(len(tokens), size)
-        prompt = Prompt(tokens, root) if self._store.tails and len(tokens) > 1 else None
-        if (usable or prompt) and timeout_s > 0:
+        looks_for_tail = self._store.tails and len(tokens) > 1
+        if (usable or looks_for_tail) and timeout_s > 0:
             try:
-                slots = self._store.acquire(lease, pulled.hashes[: usable * HASH_BYTES], timeout_s, prompt)
+                slots = self._store.acquire(lease, pulled.hashes[: usable * HASH_BYTES], timeout_s, Prompt(tokens, root))
             except EnvironmentFault as error:
                 pulled.fault = error
             except KVStoreError as error:  # a fault of ours: the prompt is computed, as without a store
@@ -95,6 +97,6 @@ class Pulls:
                 if self._pool.arena() is not pulled.arena or len(slots) > usable:
                     self._store.release(lease)
                 else:
-                    pulled.units, pulled.tail = slots.units.tolist(), slots.tail
+                    pulled.units, pulled.tail, pulled.arrival = slots.units.tolist(), slots.tail, slots.arrival
         pulled.hash_s, pulled.acquire_s = hashed_at - began_at, time.perf_counter() - hashed_at
         return pulled

@@ -7,8 +7,9 @@ import itertools
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +47,14 @@ _TENANT = "local"
 class StandaloneStore:
     """A `BlockStore` over `arena_bytes` of this process's memory. Raises ConfigError where not even one block fits.
 
-    `tails`: keep token ids for partial tails; raises GeometryError where a block's layout has none.
+    `tails`: keep token ids for partial tails; raises GeometryError where a block's layout has none. `memory` gives the arena, if it is
+    not to be the host's.
     After `close`, all calls that give something raise SessionEnded.
     """
 
-    def __init__(self, identity: Identity, geometry: Geometry, arena_bytes: int, *, tails: bool = False) -> None:
+    def __init__(
+        self, identity: Identity, geometry: Geometry, arena_bytes: int, *, tails: bool = False, memory: Callable[[int], Any] | None = None
+    ) -> None:
         slots = arena_bytes // geometry.slot_bytes
         if slots < 1:
             raise ConfigError(f"standalone arena: {arena_bytes} bytes asked, one block takes {geometry.slot_bytes}; give more memory")
@@ -58,7 +62,7 @@ class StandaloneStore:
             blocks.require_tails(geometry)
         size_bytes = slots * geometry.slot_bytes
         self._geometry, self._tails = geometry, tails
-        self._arena = _memory(size_bytes)
+        self._arena = (memory or _memory)(size_bytes)
         self._lock = threading.Lock()
         self._reservations = itertools.count(1)
         # One slot size, so one extent over everything: none of it is left over.
@@ -77,7 +81,7 @@ class StandaloneStore:
     @property
     def arena(self) -> NDArray[np.uint8]:
         """The whole arena, writable."""
-        return self._arena
+        return cast(NDArray[np.uint8], self._arena)
 
     @property
     def tails(self) -> bool:

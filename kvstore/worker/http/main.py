@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.clients.blocks import BlockStore
+from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.worker.engine import Engine, Options
 from kvstore.worker.flushing import Flushing
+from kvstore.worker.gpu.device import Gpu
+from kvstore.worker.gpu.opening import find_gpu, move, open_in_pool, serves
+from kvstore.worker.gpu.opening import open_alone as open_gpu_alone
 from kvstore.worker.http.app import Settings
 from kvstore.worker.http.server import Ending, serve
 from kvstore.worker.model import LoadedModel, load_model
@@ -22,6 +26,8 @@ from kvstore.worker.texts import Texts
 PATIENCE_S = 30.0  # seconds a text waits for slots that other workers hold before it fails
 ALONE_TEXTS = 2  # texts of the model's full length: what memory of its own holds where no daemon answers
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -32,6 +38,7 @@ class Plan:
     flushing           an answer ends only when its blocks are in the store: what a prefill worker does
     guarantee_bytes    of the daemon's memory, that no other worker takes from it        limit_bytes   the most that it holds; 0: no limit
     tails              prefixes are found to the token, not only to the block
+    device             where it computes: "cpu", "cuda", "cuda:1"; "auto": on a GPU where there is one that serves the model
     """
 
     model: Path | None = None
@@ -45,6 +52,7 @@ class Plan:
     tails: bool = False
     guarantee_bytes: int = 0
     limit_bytes: int = 0
+    device: str = "cpu"
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Built:
     store: BlockStore
     shared: bool
     why_alone: str = ""
+    on_gpu: bool = False
 
     def close(self) -> None:
         """Give everything back."""
@@ -65,11 +74,19 @@ class Built:
 
 def build(plan: Plan) -> Built:
     """Load the model, open the store, start the engine. Raises ConfigError, InvalidArgument, Unavailable."""
+    found = find_gpu(plan.device)
     loaded = load_model(plan.model)
-    opened = _opened(plan, loaded)
+    opened, gpu = _opened(plan, loaded, found)
     rules = Rules(step_tokens=plan.step_tokens, running=plan.running)
-    engine = Engine(loaded, opened.store, Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False, native=True))
-    return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), opened.store, opened.shared, opened.why_alone)
+    try:
+        if gpu is not None:
+            move(loaded, gpu)
+        options = Options(rules=rules, patience_s=PATIENCE_S, keep_logits=False, native=True, gpu=gpu)
+        engine = Engine(loaded, opened.store, options)
+    except BaseException:
+        opened.store.close()
+        raise
+    return Built(EngineThread(engine, plan.max_waiting), Texts(loaded), opened.store, opened.shared, opened.why_alone, gpu is not None)
 
 
 def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Callable[[str], None]) -> None:
@@ -79,17 +96,28 @@ def run(plan: Plan, address: str, settings: Settings, ending: Ending, tell: Call
     built = build(plan)
     named = settings if settings.name else Settings(built.texts.name, settings.api_key, settings.max_body_bytes)
     try:
-        where = "the daemon's store" if built.shared else "memory of its own"
+        where = ("the daemon's store" if built.shared else "memory of its own") + (", on a GPU" if built.on_gpu else "")
         serving = Flushing(built.serving, built.store) if plan.flushing else built.serving
         serve(serving, built.texts, address, named, ending, lambda url: tell(f"{named.name} on {url}/v1, out of {where}"))
     finally:
         built.close()
 
 
-def _opened(plan: Plan, loaded: LoadedModel) -> Opened:
-    if plan.standalone_bytes:
-        return Opened(StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes, tails=plan.tails), shared=False)
-    if plan.or_alone:
-        return open_either(loaded, plan.address, ALONE_TEXTS * loaded.max_tokens)
+def _opened(plan: Plan, loaded: LoadedModel, gpu: Gpu | None) -> tuple[Opened, Gpu | None]:
+    """The store, and the GPU that it is on, where one is there that serves the model and for which there is a store."""
     portion = Portion(plan.guarantee_bytes, plan.limit_bytes, tails=plan.tails)
-    return Opened(open_shared(loaded, plan.address, name="worker", portion=portion), shared=True)
+    if gpu is not None and serves(loaded, gpu, plan.device):
+        try:
+            if plan.standalone_bytes:
+                return Opened(open_gpu_alone(loaded, gpu, plan.standalone_bytes), shared=False), gpu
+            return Opened(open_in_pool(loaded, gpu, plan.address, "worker", portion), shared=True), gpu
+        except (ConfigError, InvalidArgument) as error:
+            if plan.device != "auto":
+                raise
+            log.warning("the GPU is left out: %s", error)
+    if plan.standalone_bytes:
+        alone = StandaloneStore(loaded.identity, loaded.geometry(), plan.standalone_bytes, tails=plan.tails)
+        return Opened(alone, shared=False), None
+    if plan.or_alone:
+        return open_either(loaded, plan.address, ALONE_TEXTS * loaded.max_tokens), None
+    return Opened(open_shared(loaded, plan.address, name="worker", portion=portion), shared=True), None

@@ -1,0 +1,69 @@
+"""What the worker asks of a GPU: memory as tensors, kernels on the stream that torch computes on, and graphs of what was queued there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvstore.clients.hbm import ImportedPool
+from kvstore.kernels.backend import Backend
+from kvstore.kernels.driver import CudaDriver
+from kvstore.kernels.variants import Variant
+
+
+class Graph(Protocol):
+    """What was captured. Its tensors stay where they were then."""
+
+    def replay(self) -> None:
+        """Queue it again. The memory that it was captured with must be mapped as it was."""
+
+    def close(self) -> None:
+        """Let it go. Idempotent."""
+
+
+class Gpu(Protocol):
+    """One GPU. The engine's thread calls it, but for `driver`, which any thread may use."""
+
+    @property
+    def number(self) -> int:
+        """Of the GPU in this process, for torch, CuPy and the driver alike."""
+
+    @property
+    def device(self) -> torch.device:
+        """As torch names it."""
+
+    @property
+    def driver(self) -> CudaDriver:
+        """For what torch does not do."""
+
+    @property
+    def backend(self) -> Backend:
+        """For the kernels, on the stream that torch computes on."""
+
+    def prepare(self, variants: list[Variant]) -> None:
+        """Have these kernels ready: a capture cannot compile."""
+
+    def view(self, pool: ImportedPool) -> Tensor:
+        """All of a mapped pool as uint8, without a copy. Must not be used once the pool is closed."""
+
+    def stream(self) -> int:
+        """The driver's handle of the stream that torch computes on."""
+
+    def arrived(self, follow: Callable[[int], None]) -> None:
+        """Have what is queued from now on wait as `follow` says, which is called with `stream()`. Does not wait itself."""
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """A copy of an array, in order with what is computed."""
+
+    def settle(self) -> None:
+        """Sleep until all that was queued has run."""
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """A copy in the host's memory; all that was queued before has run then."""
+
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        """Run `work`, then record it: the graph, and the tensor that each replay fills anew. Raises RuntimeError where it cannot be."""

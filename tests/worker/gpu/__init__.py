@@ -1,0 +1,1 @@
+"""The worker on a GPU, on machines without one."""
