@@ -11,13 +11,28 @@ from kvstore import errors
 from kvstore.proto import kvstore_pb2 as pb
 
 
-@dataclass(frozen=True)
 class Slotted:
-    """To Reserve, Commit and Claim: parallel arrays, one row a block."""
+    """To Reserve, Commit and Claim: parallel arrays, one row a block, made when they are asked for."""
 
-    outcomes: NDArray[np.uint8]
-    units: NDArray[np.uint32]
-    generations: NDArray[np.uint32]
+    __slots__ = ("_reply",)
+
+    def __init__(self, reply: pb.SlotReply) -> None:
+        self._reply = reply
+
+    @property
+    def outcomes(self) -> NDArray[np.uint8]:
+        """What became of each block."""
+        return np.frombuffer(self._reply.outcomes, np.uint8)
+
+    @property
+    def units(self) -> NDArray[np.uint32]:
+        """Where its slot is; 0 for none."""
+        return np.frombuffer(self._reply.units, "<u4")
+
+    @property
+    def generations(self) -> NDArray[np.uint32]:
+        """Which tenure of the slot."""
+        return np.frombuffer(self._reply.generations, "<u4")
 
 
 @dataclass(frozen=True)
@@ -52,10 +67,7 @@ def read_answer(reply: pb.OpReply) -> Answer:
         case "acquired":
             return Expected(reply.acquired.expected_blocks, reply.acquired.reason, reply.acquired.tail_tokens)
         case "slots":
-            slots = reply.slots
-            return Slotted(
-                np.frombuffer(slots.outcomes, np.uint8), np.frombuffer(slots.units, "<u4"), np.frombuffer(slots.generations, "<u4")
-            )
+            return Slotted(reply.slots)
         case "done":
             return Finished(reply.done.count)
         case "error":

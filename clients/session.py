@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,8 +94,7 @@ class Opened:
     """Operations may be submitted."""
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(NamedTuple):
     """The operation with this ticket has its answer."""
 
     ticket: int
@@ -196,20 +196,21 @@ class Session:
         if not self._queued:
             return None
         self._last_batch += 1
-        batch = pb.Batch(number=self._last_batch)
         tickets: list[int] = []
+        ops: list[pb.Op] = []
         blocks = tokens = 0
         while self._queued and len(tickets) < MAX_OPS_PER_BATCH:
             ticket, op = self._queued[0]
-            blocks += op_blocks(op)
-            tokens += (len(op.acquire.token_ids) + len(op.commit.token_ids)) // 4
+            more_blocks, more_tokens = _size_of(op)
+            blocks += more_blocks
+            tokens += more_tokens
             if tickets and (blocks > MAX_BLOCKS_PER_BATCH or tokens > MAX_TOKENS_PER_BATCH):
                 break
             self._queued.popleft()
             tickets.append(ticket)
-            batch.ops.append(op)
-        self._sent[batch.number] = tickets
-        return pb.ClientMessage(batch=batch)
+            ops.append(op)
+        self._sent[self._last_batch] = tickets
+        return pb.ClientMessage(batch={"number": self._last_batch, "ops": ops})
 
     # ---- the daemon's side
 
@@ -260,8 +261,7 @@ class Session:
         for ticket, op_reply in zip(tickets[reply.first_op :], reply.replies, strict=False):
             answer = read_answer(op_reply)
             events.append(Answered(ticket, answer))
-            lease = self._leases.pop(ticket, 0)
-            if lease in self._granting:
+            if self._leases and (lease := self._leases.pop(ticket, 0)) in self._granting:
                 events.extend(self._acquire_answered(lease, answer))
         if reply.first_op + len(reply.replies) == len(tickets):
             del self._sent[reply.number]
@@ -296,14 +296,12 @@ class Session:
         return [Settled(lease, granting)] if grant.ended else []
 
 
-def op_blocks(op: pb.Op) -> int:
-    """How many blocks an operation counts for in its batch's limit."""
-    match op.WhichOneof("kind"):
-        case "acquire":
-            return len(op.acquire.hashes) // 32
-        case "reserve":
-            return op.reserve.count + len(op.reserve.hashes) // 32
-        case "commit":
-            return len(op.commit.hashes) // 32
-        case _:
-            return 0
+def _size_of(op: pb.Op) -> tuple[int, int]:
+    """How many blocks and token ids an operation counts for in its batch's limits."""
+    kind = op.WhichOneof("kind")
+    if kind == "reserve":
+        return op.reserve.count + len(op.reserve.hashes) // 32, 0
+    if kind in ("acquire", "commit"):
+        named = op.acquire if kind == "acquire" else op.commit
+        return len(named.hashes) // 32, len(named.token_ids) // 4
+    return 0, 0

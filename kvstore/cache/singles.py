@@ -16,6 +16,7 @@ from kvstore.cache.holders import Lease, Session
 from kvstore.cache.messages import (
     MAX_LEASE_BLOCKS,
     MAX_SESSION_LEASES,
+    UNIT_BYTES,
     EndReason,
     Hashes,
     NoticeKind,
@@ -201,12 +202,22 @@ def _close(session: Session, lease: Lease) -> None:
 def _unhold_few(state: State, session: Session, slots: list[int]) -> None:
     """`unhold_for` for slots of which one may be named several times."""
     dram, counts_at, last = state.dram, session.counts.data, []
+    holds_at, state_at, transfers_at, live = dram.holds_at, dram.state_at, dram.transfers_at, int(SlotState.LIVE)
+    row_at, children_at = dram.row_at, state.index.children_at[Tier.DRAM]
     for slot in slots:
         left = counts_at[slot] - 1
         counts_at[slot] = left
         if not left:
             last.append(slot)
-        dram.hold(slot, -1)
-        if not dram.holds_at[slot]:
+        holds = holds_at[slot] - 1
+        if state_at[slot] != live or transfers_at[slot]:
+            dram.hold(slot, -1)
             state.settle(dram, slot)
+            continue
+        holds_at[slot] = holds
+        if not holds:
+            slot_units = dram.slot_units_of(slot)
+            dram.held_bytes -= slot_units * UNIT_BYTES
+            if not children_at[row_at[slot]]:
+                state.candidates(Tier.DRAM, slot_units).expose(slot)
     state.count_gone(session, np.array(last, np.int32))

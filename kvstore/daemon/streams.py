@@ -51,7 +51,7 @@ class Outbound:
 
     def __init__(self, epoch: str) -> None:
         self._epoch = epoch
-        self._queue: deque[pb.ServerMessage] = deque()
+        self._queue: deque[tuple[pb.ServerMessage, int]] = deque()  # and their bytes
         self._bytes = 0
         self._ready = asyncio.Event()
         self.closed = False
@@ -65,7 +65,7 @@ class Outbound:
         if len(self._queue) >= MAX_OUTBOUND_MESSAGES or self._bytes + size_bytes > MAX_OUTBOUND_BYTES:
             return False
         message.epoch = self._epoch
-        self._queue.append(message)
+        self._queue.append((message, size_bytes))
         self._bytes += size_bytes
         self._ready.set()
         return True
@@ -78,7 +78,7 @@ class Outbound:
             if len(self._queue) >= MAX_OUTBOUND_MESSAGES or self._bytes > MAX_OUTBOUND_BYTES // 2:
                 self._queue.clear()
             last.epoch = self._epoch
-            self._queue.append(last)
+            self._queue.append((last, 0))
         self.closed = True
         self.closing.set()
         self._ready.set()
@@ -87,8 +87,8 @@ class Outbound:
         """Send until closed and empty."""
         while True:
             while self._queue:
-                message = self._queue.popleft()
-                self._bytes -= message.ByteSize()
+                message, size_bytes = self._queue.popleft()
+                self._bytes -= size_bytes
                 await send(message)
             if self.closed:
                 return
@@ -226,9 +226,10 @@ class SessionStream:
             self._push(pb.ServerMessage(ready=pb.Ready()))
 
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
+        ops = list(batch.ops)  # each is read several times: made into an object once
         kinds = wire.check_batch(batch)
         replies: list[pb.OpReply] = []
-        for run in runs_of(batch.ops, kinds, session.id):
+        for run in runs_of(ops, kinds, session.id):
             replies += self._carry_out(run) or [self._operate(session.id, op) for op in run.ops]
         at_once: list[pb.Grant] = []
         self._at_once = at_once

@@ -164,10 +164,14 @@ def check_batch(batch: pb.Batch) -> list[str]:
     if not batch.ops or len(batch.ops) > MAX_OPS_PER_BATCH:
         raise errors.LimitExceeded(f"a batch has {len(batch.ops)} operations; give 1 to {MAX_OPS_PER_BATCH}")
     kinds = [op.WhichOneof("kind") or "none" for op in batch.ops]
-    blocks = tokens = 0
+    slots = sum([op.reserve.count for kind, op in zip(kinds, batch.ops, strict=True) if kind == "reserve"])
+    size_bytes = batch.ByteSize()
+    if slots + size_bytes // HASH_BYTES <= MAX_BLOCKS_PER_BATCH and size_bytes // 4 <= MAX_TOKENS_PER_BATCH:
+        return kinds  # so short a message cannot name more
+    blocks, tokens = slots, 0
     for kind, op in zip(kinds, batch.ops, strict=True):
         if kind == "reserve":
-            blocks += len(op.reserve.hashes) // HASH_BYTES + op.reserve.count
+            blocks += len(op.reserve.hashes) // HASH_BYTES
         elif kind in ("commit", "acquire"):
             named = op.commit if kind == "commit" else op.acquire
             blocks += len(named.hashes) // HASH_BYTES

@@ -48,7 +48,7 @@ class Desk:
         outbound = self._stream._out._queue
         outbound.clear()
         self._stream._receive(pb.ClientMessage(batch=pb.Batch(number=1, ops=ops)))
-        return [reply for message in outbound for reply in message.reply.replies]
+        return [reply for message, _ in outbound for reply in message.reply.replies]
 
     def seen(self) -> object:
         """What anybody can know of the cache, and in which order its blocks would leave."""
