@@ -121,15 +121,6 @@ class Prefixes:
         with self._guard:
             return self._connecting and time.monotonic() < self._began_at + SOON_S
 
-    def reopen(self, members: Sequence[pb.OpenNamespaceRequest]) -> None:
-        """Use other namespaces from now on. Leases in hand stay what they are."""
-        with self._guard:
-            self._members = list(members)
-            live, self._live = self._live, None
-            self._retry_at = 0.0
-        if live is not None:
-            live.link.close()
-
     def begin(self, hashes: bytes, timeout_s: float) -> PrefixLease | None:
         """Ask for the leading blocks of packed `hashes`, to be decided within `timeout_s`. None where there is no session now."""
         live = self._ready() if time.monotonic() >= self._quiet_until else None
@@ -172,11 +163,10 @@ class Prefixes:
 
     def _connect(self, before: Arena | None) -> None:
         live: _Live | None = None
-        members = self._members
         try:
             if self._channel is None:
                 self._channel = grpc.insecure_channel(self._place, OPTIONS)
-            live = _attach(KVStoreStub(self._channel), self._place, members, self._name, before)
+            live = _attach(KVStoreStub(self._channel), self._place, self._members, self._name, before)
         except errors.KVStoreError as error:
             self._complain(str(error))
         except Exception as error:  # noqa: BLE001 — a thread's edge: whatever breaks here, the next attempt must come
@@ -184,7 +174,7 @@ class Prefixes:
         with self._guard:
             self._connecting = False
             self._retry_at = time.monotonic() + RETRY_S
-            if live is not None and not self._closed and members is self._members:
+            if live is not None and not self._closed:
                 self._live, live = live, None
                 self._last_error = ""
         if live is not None:

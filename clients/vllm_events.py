@@ -52,11 +52,15 @@ class Events:
     def open(self, members: Sequence[Member], group: int) -> None:
         """Listen to these namespaces, of one KV cache group; of what was told before everything is gone."""
         self._group = group
-        for block in list(self._described):
-            self._forget(block)
+        self.forget()
         if self._residency is not None:
             self._residency.stop()
         self._residency = Residency(self._place, members)
+
+    def forget(self) -> None:
+        """Of what was told so far everything is gone."""
+        for block in list(self._described):
+            self._forget(block)
         self._awaited.clear()
 
     def used(self, request: Any, first: int, hashes: bytes, block_tokens: int, *, leased: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,6 @@ def _weights(config: Any, revision: str) -> tuple[str, str]:
 def _config_digest(hf_config: Any) -> str:
     facts = {name: value for name, value in hf_config.to_dict().items() if name not in _VOLATILE}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def of_generation(identity: Identity, generation: str) -> Identity:
-    """The identity after a reset of the cache: weights that may have changed are other weights."""
-    return replace(identity, revision=f"{identity.revision}#{generation}") if generation else identity
 
 
 def members_of(identity: Identity, facts: Iterable[WorkerFacts]) -> list[Member]:

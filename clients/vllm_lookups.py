@@ -5,6 +5,7 @@ Called by the scheduler's thread alone. Nothing here waits: leases are submitted
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kvstore import hashing
 from kvstore.clients import requests
 from kvstore.clients.prefixes import HOLE, Prefixes, PrefixLease
 from kvstore.clients.vllm_adapters import Adapters
-from kvstore.clients.vllm_facts import members_of, of_generation
+from kvstore.clients.vllm_facts import members_of
 from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, GroupFacts, LoadJob, WorkerFacts
 from kvstore.clients.vllm_requests import Tracked
 from kvstore.clients.vllm_residency import Member
@@ -46,7 +47,7 @@ class Lookups:
         self.loads: list[LoadJob] = []  # promised since they were last taken away
         self.restarted: set[str] = set()  # requests that were preempted and begin again, since it was last emptied
         self.put_off = False  # a request was put off since this was last reset
-        self.generation = ""
+        self.generation = ""  # of the weights, a new one with each reset
 
     def introduce(self, facts: Iterable[WorkerFacts]) -> None:
         """What the workers' tensors are, in the order of their ranks. Before it is known nothing is found."""
@@ -67,7 +68,7 @@ class Lookups:
             return self._later()
         if request.num_preemptions != tracked.preemptions:
             self._holds.drop(tracked)
-            tracked.start_over(self.generation, self._root(request, tracked.adapter))
+            tracked.start_over(self._root(request, tracked.adapter))
             self.restarted.add(request.request_id)
         block_tokens = tracked.block_tokens
         if getattr(request, "skip_reading_prefix_cache", False) or tracked.no_loads or computed_tokens % block_tokens:
@@ -127,7 +128,7 @@ class Lookups:
             del self.tracked[request_id]
 
     def new_generation(self, generation: str) -> None:
-        """The weights may have changed: other namespaces from now on, and what runs now stores no more."""
+        """The weights may have changed: other chains from now on, and what runs now stores no more."""
         self.generation = generation
         for tracked in self.tracked.values():
             tracked.storing = False
@@ -135,9 +136,8 @@ class Lookups:
             if not tracked.loading:
                 tracked.drop_lease()
                 tracked.no_loads = True
-        if self._prefixes is not None:
-            self._prefixes.reopen([_opening(each) for each in self._members()])
-        self._tell_of()
+        if self._events is not None:
+            self._events.forget()
 
     def close(self) -> None:
         """Give everything back."""
@@ -186,15 +186,17 @@ class Lookups:
             if adapter is None:
                 return None
             digest = adapter.digest if adapter.known else None
-            tracked = Tracked(request, self._root(request, digest), self.generation, digest, self.groups[0].block_tokens)
+            tracked = Tracked(request, self._root(request, digest), digest, self.groups[0].block_tokens)
             tracked.preemptions = request.num_preemptions
             tracked.storing, tracked.no_loads = adapter.known, not adapter.known
             self.tracked[request.request_id] = tracked
         return tracked
 
     def _root(self, request: Any, adapter: str | None) -> bytes:
-        identity = of_generation(self._identity, self.generation)
-        return hashing.fingerprint(replace(identity, adapter=adapter or "", salt=request.cache_salt or ""))
+        salt = request.cache_salt or ""
+        if self.generation:
+            salt = json.dumps([self.generation, salt])
+        return hashing.fingerprint(replace(self._identity, adapter=adapter or "", salt=salt))
 
     def _later(self) -> tuple[int | None, bool]:
         self.put_off = True
@@ -216,7 +218,7 @@ class Lookups:
         return self._facts[0].groups if self._facts else ()
 
     def _members(self) -> list[Member]:
-        return members_of(of_generation(self._identity, self.generation), self._facts)
+        return members_of(self._identity, self._facts)
 
     def _tell_of(self) -> None:
         """Routers are told of the present namespaces, of layers that see all tokens where there are some."""

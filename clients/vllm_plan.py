@@ -97,7 +97,6 @@ class SaveJob:
     """
 
     request: str
-    generation: str
     hashes: bytes
     parent: bytes
     block_ids: tuple[int, ...]

@@ -18,7 +18,7 @@ MM_TAG = b"mm"  # the extra pair of a block that covers a part of an image, or o
 class Tracked:
     """One request of vLLM's scheduler.
 
-    root           the hash before the first block: model facts, adapter and salt;  generation  of the weights, see `reset_cache`
+    root           the hash before the first block: model facts, adapter, salt, and which reset of the cache was the last
     hashes         packed, of the leading full blocks so far
     stored_blocks  leading blocks that are stored, or whose saves were sent
     adapter        its digest, "" for none; None where its weights are unknown
@@ -32,7 +32,6 @@ class Tracked:
 
     request: Any
     root: bytes
-    generation: str
     adapter: str | None
     block_tokens: int
     hashes: bytes = b""
@@ -84,10 +83,10 @@ class Tracked:
             self.lease.release()
         self.lease = None
 
-    def start_over(self, generation: str, root: bytes) -> None:
+    def start_over(self, root: bytes) -> None:
         """It was preempted: its blocks are gone, and what it computes from now on is of the present weights."""
-        if self.generation != generation:
-            self.generation, self.root, self.hashes = generation, root, b""
+        if self.root != root:
+            self.root, self.hashes = root, b""
             self.storing = self.adapter is not None
         self.preemptions = self.request.num_preemptions
         self.stored_blocks = self.held_until = 0

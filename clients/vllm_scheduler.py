@@ -136,5 +136,5 @@ class SchedulerHalf:
                 runs = [(0, begin, tuple(block_ids(request_id)[group][begin:end]))]
             for number, first, ids in runs:
                 mine = hashes[(first - begin) * HASH_BYTES : (first - begin + len(ids)) * HASH_BYTES]
-                jobs.append(SaveJob(request_id, tracked.generation, mine, tracked.parent_of(first), ids, group, number))
+                jobs.append(SaveJob(request_id, mine, tracked.parent_of(first), ids, group, number))
         return jobs

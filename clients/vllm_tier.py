@@ -29,7 +29,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore import errors
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
-from kvstore.clients.vllm_facts import of_generation
 from kvstore.clients.vllm_presence import Presence
 from kvstore.clients.vllm_tier_events import TierEvents
 from kvstore.clients.vllm_tier_facts import facts_of
@@ -43,7 +42,7 @@ log = logging.getLogger("kvstore.vllm")
 
 _Parents = dict[bytes, bytes | None]  # by group: the chunk before the job's first
 _Copied = tuple[Collection[bytes], Collection[bytes]]  # keys whose copy succeeded, and those of them that are known to be in the store
-_Copy = Callable[[Namespace, list[bytes], list[int], _Parents], _Copied]
+_Copy = Callable[[Namespace, list[bytes], list[bytes], list[int], _Parents], _Copied]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
@@ -75,12 +74,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._timeout_s = timeout_s
         self._address = address or None
         self._client = KVClient(self._address, name="vllm-tier")
-        self._generation = ""
+        self._generation = b""  # of the weights, a new one with each reset; part of a chunk's name
         self._presence = self._listen()
-        self._events = TierEvents(self._presence, _name) if offloading_spec.kv_events_config.enable_kv_cache_events else None
+        self._events = TierEvents(self._presence, self._name) if offloading_spec.kv_events_config.enable_kv_cache_events else None
         self._pools = {kind: ThreadPoolExecutor(1, f"kvstore-{kind}") for kind in ("load", "store")}  # loads never wait behind stores
         self._running: set[Future[None]] = set()
-        self._finished: queue.SimpleQueue[tuple[TransferJob, JobResult, tuple[bytes, ...], str]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[TransferJob, JobResult, tuple[bytes, ...], bytes]] = queue.SimpleQueue()
         self._failed: dict[str, set[bytes]] = defaultdict(set)  # by request: what could not be loaded is not promised to it again
         self._ended: dict[str, dict[bytes, bytes]] = defaultdict(dict)  # by request and group: the last chunk that was stored or loaded
         self._live: set[str] = set()  # requests that have not ended
@@ -94,7 +93,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._live.add(req_context.req_id)
         if key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
-        return LookupResult.HIT if self._presence.has(_name(key)) else LookupResult.MISS
+        return LookupResult.HIT if self._presence.has(self._name(key)) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Copy chunks into the store, those that it does not have; nothing of a request that began before a reset."""
@@ -117,8 +116,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 job, result, done, generation = self._finished.get_nowait()
             except queue.Empty:
                 return results
-            if self._events is not None:
-                self._events.ended(job.keys, done if generation == self._generation else ())
+            if self._events is not None and generation == self._generation:  # of an earlier one nothing was told any more
+                self._events.ended(job.keys, done)
             if job.is_promotion and not result.success and job.req_context.req_id in self._live:
                 self._failed[job.req_context.req_id].update(set(job.keys) - set(done))
             results.append(result)
@@ -143,11 +142,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Wait for all copies. vLLM resets its caches then: weights may have changed, so nothing from before is found any more."""
         self.drain_copies()
         self._stale |= self._live
-        self._generation = uuid.uuid4().hex
-        self._presence.stop()
-        self._presence = self._listen()
         if self._events is not None:
-            self._events.move(self._presence)
+            self._events.forget()
+        self._generation = uuid.uuid4().bytes
 
     def drain_copies(self) -> None:
         """Wait for all copies."""
@@ -168,7 +165,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         for key in job.keys:
             group = key[-GROUP_BYTES:]
             parents.setdefault(group, self._ended[job.req_context.req_id].get(group))
-            self._ended[job.req_context.req_id][group] = _name(key)
+            self._ended[job.req_context.req_id][group] = self._name(key)
         if self._events is not None:
             self._events.expect(job.keys)
         generation = self._generation
@@ -176,13 +173,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._running.add(future)
         future.add_done_callback(self._running.discard)
 
-    def _run(self, copy: _Copy, job: TransferJob, parents: _Parents, generation: str) -> None:
+    def _run(self, copy: _Copy, job: TransferJob, parents: _Parents, generation: bytes) -> None:
         began_at = time.monotonic()
         done: Collection[bytes] = ()
         there: Collection[bytes] = ()
         try:
             if began_at >= self._away_until:
-                done, there = copy(self._open(generation), list(job.keys), job.chunk_ids.tolist(), parents)
+                keys = list(job.keys)
+                names = [_name(key, generation) for key in keys]
+                done, there = copy(self._open(), keys, names, job.chunk_ids.tolist(), parents)
         except errors.Unavailable as error:
             self._away_until = time.monotonic() + AWAY_S
             log.warning("chunks are neither stored nor loaded for now: %s", error)
@@ -197,38 +196,39 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         )
         self._finished.put((job, result, tuple(there), generation))
 
-    def _store(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
-        """The keys that are in the store now, or on their way; and those that are."""
+    def _store(self, space: Namespace, keys: list[bytes], names: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
+        """The keys that are in the store now, or on their way; and those that are. `names` are the store's of each."""
         done, there = [], []
         for group, parent in parents.items():
             mine = [at for at, key in enumerate(keys) if key[-GROUP_BYTES:] == group]
-            with self._client.put(space, b"".join(_name(keys[at]) for at in mine), parent) as put:
+            with self._client.put(space, b"".join(names[at] for at in mine), parent) as put:
                 put.write_all([self._chunks[chunks[at]] for at in mine])
             outcomes = list(zip((keys[at] for at in mine), put.names, strict=True))
             there += [key for key, name in outcomes if name in THERE]
             done += [key for key, name in outcomes if name in THERE or name == "in_flight"]
         return done, there
 
-    def _load(self, space: Namespace, keys: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
+    def _load(self, space: Namespace, keys: list[bytes], names: list[bytes], chunks: list[int], parents: _Parents) -> _Copied:
         """The keys that were loaded: the leading ones of each group, as far as the store has them."""
         done = []
         for group in parents:
             mine = [at for at, key in enumerate(keys) if key[-GROUP_BYTES:] == group]
-            names = b"".join(_name(keys[at]) for at in mine)
-            with self._client.get(space, names, timeout_s=self._timeout_s) as lease:
+            with self._client.get(space, b"".join(names[at] for at in mine), timeout_s=self._timeout_s) as lease:
                 loaded = lease.copy_into([self._chunks[chunks[at]] for at in mine])
             done += [keys[at] for at in mine[:loaded]]
         return done, done
 
     def _listen(self) -> Presence:
-        identity = of_generation(self._facts.identity, self._generation)
         client = KVClient(self._address, name="vllm-presence")
-        return Presence(client, lambda: client.open_namespace(identity, self._facts.geometry))
+        return Presence(client, lambda: client.open_namespace(self._facts.identity, self._facts.geometry))
 
-    def _open(self, generation: str) -> Namespace:
-        return self._client.open_namespace(of_generation(self._facts.identity, generation), self._facts.geometry)
+    def _open(self) -> Namespace:
+        return self._client.open_namespace(self._facts.identity, self._facts.geometry)
+
+    def _name(self, key: bytes) -> bytes:
+        return _name(key, self._generation)
 
 
-def _name(key: bytes) -> bytes:
+def _name(key: bytes, generation: bytes) -> bytes:
     """The store's name of a chunk. vLLM's is a hash over tokens, salt, adapter and images, and the group, of one length or another."""
-    return hashlib.sha256(b"vllm-offload\0" + key).digest()
+    return hashlib.sha256(b"vllm-offload\0" + (b"reset\0" + generation if generation else b"") + key).digest()

@@ -45,12 +45,12 @@ class TierEvents:
             self._presence.unfollow([name])
             self._say([key], removed=True)
 
-    def move(self, presence: Presence) -> None:
-        """What was told is gone; from now on another namespace counts."""
+    def forget(self) -> None:
+        """What was told is gone; from now on chunks have other names."""
         self._say(list(self._told.values()), removed=True)
+        self._presence.unfollow(self._told)
         self._told.clear()
         self._left.clear()
-        self._presence = presence
 
     def take(self) -> list[OffloadingEvent]:
         """What came and went since this was last called."""

@@ -17,7 +17,7 @@ from kvstore import errors
 from kvstore.clients.arena import Arena
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
-from kvstore.clients.vllm_facts import members_of, of_generation
+from kvstore.clients.vllm_facts import members_of
 from kvstore.clients.vllm_pages import Pages
 from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
 from kvstore.clients.vllm_settings import Settings
@@ -63,7 +63,7 @@ class WorkerHalf:
         self._save_queue: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # started with the first plan: they do not survive a fork
         self._arena: Arena | None = None
-        self._namespaces: dict[tuple[str, int], Namespace] = {}  # by generation and KV cache group
+        self._namespaces: dict[int, Namespace] = {}  # by KV cache group
         self._away_until = 0.0
         self.last_step = 0
 
@@ -239,7 +239,7 @@ class WorkerHalf:
         job = save.job
         if self._is_called_off(save) or time.monotonic() >= save.give_up_at:
             return ()
-        namespace = self._namespace(client, job.generation, job.group)
+        namespace = self._namespace(client, job.group)
         with client.put(namespace, job.hashes, job.parent) as put:
             if not self._at(save, _Stage.COPYING):
                 return ()
@@ -272,8 +272,8 @@ class WorkerHalf:
         with self._changed:
             return save.called_off
 
-    def _namespace(self, client: KVClient, generation: str, group: int) -> Namespace:
-        if (generation, group) not in self._namespaces:
-            of = members_of(of_generation(self._identity, generation), [self._facts])[group]
-            self._namespaces[generation, group] = client.open_namespace(of.identity, of.geometry, of.shard, of.kv_group, of.keep)
-        return self._namespaces[generation, group]
+    def _namespace(self, client: KVClient, group: int) -> Namespace:
+        if group not in self._namespaces:
+            of = members_of(self._identity, [self._facts])[group]
+            self._namespaces[group] = client.open_namespace(of.identity, of.geometry, of.shard, of.kv_group, of.keep)
+        return self._namespaces[group]

@@ -15,7 +15,7 @@ from kvstore.clients.client import KVClient
 from kvstore.clients.prefixes import Prefixes, PrefixLease
 from kvstore.clients.requests import KEEP_ALL
 from kvstore.testing.daemon import DaemonProcess
-from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, right
+from tests.blocks import GEOMETRY, IDENTITY, chain, right
 from tests.cases.figures import eventually, nothing_held, store, tier
 
 SHARDS = ("tp0/2", "tp1/2")
@@ -115,17 +115,3 @@ def test_a_lease_that_is_given_back_before_its_answer_holds_nothing(daemon: Daem
             begun(prefixes).release()
         assert nothing_held(client)
         assert eventually(lambda: all(session.leases == 0 for session in client.stats().sessions))
-
-
-def test_other_namespaces_find_nothing_of_the_first_ones(daemon: DaemonProcess) -> None:
-    stored(daemon)
-    with opened(daemon) as prefixes:
-        held = begun(prefixes)
-        assert eventually(held.poll)
-        prefixes.reopen([requests.open_namespace(IDENTITY, GEOMETRY, "another", "", KEEP_ALL)])
-        lease = begun(prefixes)
-        assert eventually(lease.poll)
-        assert lease.blocks == 0
-        view = held.arena.view(held.units[0][0], GEOMETRY.block_bytes)
-        assert right([view], each_hash(PROMPT)[0])
-        held.release()

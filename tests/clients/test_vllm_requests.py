@@ -42,7 +42,7 @@ class Request:
 
 
 def tracked(request: Any) -> Tracked:
-    return Tracked(request, ROOT, "", "", BLOCK_TOKENS)
+    return Tracked(request, ROOT, "", BLOCK_TOKENS)
 
 
 def test_hashes_grow_with_the_request_as_if_made_at_once() -> None:

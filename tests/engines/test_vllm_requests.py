@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.clients.client import KVClient
+from kvstore.geometry import Geometry
+from kvstore.hashing import Identity
 from kvstore.testing.daemon import DaemonProcess
 from tests.cases.figures import eventually, tier
 from tests.engines import models
@@ -163,14 +165,19 @@ def test_aborts_at_any_moment_leave_nothing_behind(engine: Engine, shared: Daemo
         assert all(session.leases == 0 and session.reserved_slots == 0 for session in client.stats().sessions)
 
 
-def test_a_reset_of_the_connector_finds_nothing_from_before(engine: Engine) -> None:
-    """Weights may have been changed in place: what was stored before is another model's."""
+def test_a_reset_of_the_connector_finds_nothing_from_before(engine: Engine, shared: DaemonProcess) -> None:
+    """Weights may have been changed in place: what was stored before is another model's. The daemon need keep no namespace for each."""
     text = tokens(6, 300)
     engine.generate(text)
     fresh(engine)
     assert engine.generate(text)["cached"] == 2 * BLOCK_TOKENS
-    engine("settle")
-    assert engine("reset", connector=True)
-    assert engine.generate(text)["cached"] == 0
-    fresh(engine)
-    assert engine.generate(text)["cached"] == 2 * BLOCK_TOKENS
+    opened = []
+    for name in ("before", "after"):
+        engine("settle")
+        assert engine("reset", connector=True)
+        assert engine.generate(text)["cached"] == 0
+        fresh(engine)
+        assert engine.generate(text)["cached"] == 2 * BLOCK_TOKENS
+        with KVClient(shared.address) as client:
+            opened.append(client.open_namespace(Identity(model=name), Geometry("mha", 1, 1, 16, 16, "float32", 16)).id)
+    assert opened[1] == opened[0] + 1

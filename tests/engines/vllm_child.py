@@ -132,7 +132,7 @@ class Child:
             return found
 
     def hear(self, chunks: int) -> Answer:
-        """Wait until the tier of an offloading engine has heard of at least so many chunks in the store; of none, where none are wanted."""
+        """Wait until the tier of an offloading engine has heard of at least so many chunks in the store; of none, where none is wanted."""
         tier = self.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
         deadline_at = time.monotonic() + 30
         while len(tier._presence) < chunks or (chunks == 0 and len(tier._presence)):
@@ -180,6 +180,26 @@ class Child:
         tier._client.clear()
         self.hear(0)
         return answer | {"events": events + [[removed, sorted(which)] for removed, which in told()]}
+
+    def stale(self) -> Answer:
+        """Store a chunk, after a reset, for a request that began before it, and then for another: whether each was, and found since."""
+        import numpy as np
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        tier = self.scheduler.connector.connector_scheduler.manager.secondary_tiers[0]
+        key, chunk, before, after = hashlib.sha256(b"stale").digest() + bytes(4), np.array([len(tier._chunks) - 1]), *map(ReqContext, "ab")
+        tier.lookup(key, before)
+        tier.drain_jobs()
+        answer = []
+        for number, request in enumerate((before, after)):
+            had = len(tier._presence)
+            tier.submit_store(TransferJob(-10 - number, [key], chunk, False, request))
+            tier.drain_copies()
+            stored = [result.success for result in tier.get_finished_jobs()]
+            self.hear(had + 1 if stored[0] else had)
+            answer.append([stored, tier.lookup(key, request).name])
+        return answer
 
     def facts(self) -> Answer:
         """How the worker's blocks are made up."""
