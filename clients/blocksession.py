@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +48,11 @@ _GONE = (errors.Unavailable, errors.StaleEpoch, errors.SessionEnded, errors.Dead
 
 def _name(number: int, pool: Pool | None) -> _Name:
     return number if pool is None else (pool, number)
+
+
+def _names(units: NDArray[np.uint32], pool: Pool | None) -> Sequence[_Name]:
+    numbers: list[int] = units.tolist()
+    return numbers if pool is None else [(pool, number) for number in numbers]
 
 
 @contextmanager
@@ -162,7 +167,7 @@ class BlockSession:
             return Slots(np.zeros(0, np.uint32), np.zeros(0, np.uint32))
         with self._idle:
             attached.hold(len(answer.units))
-            self._reserved.update((_name(int(units), pool), (attached, reservation)) for units in answer.units)
+            self._reserved.update(dict.fromkeys(_names(answer.units, pool), (attached, reservation)))
         return Slots(answer.units, answer.generations)
 
     def commit(
@@ -183,8 +188,8 @@ class BlockSession:
         """Give reserved slots back; see BlockStore."""
         groups: dict[tuple[Attached, int], list[int]] = {}
         with self._idle:
-            for row, units in enumerate(slots.units):
-                if owner := self._reserved.pop(_name(int(units), pool), None):
+            for row, name in enumerate(_names(slots.units, pool)):
+                if owner := self._reserved.pop(name, None):
                     groups.setdefault(owner, []).append(row)
         for (attached, reservation), rows in groups.items():  # of one reservation, so never more than a call takes
             self._tell(attached, [requests.abandon(reservation, (slots.units[rows], slots.generations[rows]), pool=number_of(pool))])
@@ -225,7 +230,7 @@ class BlockSession:
     def _commit(self, lease: int, slots: Slots, hashes: bytes, parent: bytes, ids: bytes, pool: Pool | None) -> None:
         link, attached, namespace_id = self._live
         with self._idle:
-            owned = [self._reserved.get(_name(int(units), pool), (None, 0))[0] is attached for units in slots.units]
+            owned = [self._reserved.get(name, (None, 0))[0] is attached for name in _names(slots.units, pool)]
             count = owned.index(False) if False in owned else len(owned)
             self._outcomes["failed"] += len(slots) - count  # of a session that is over: they stay private
             if count == 0:
@@ -266,9 +271,9 @@ class BlockSession:
         with self._idle:
             self._pending -= 1
             if isinstance(answer, Slotted):
-                for units, outcome in zip(slots.units, answer.outcomes, strict=False):
+                for name, outcome in zip(_names(slots.units, pool), answer.outcomes, strict=False):
                     self._outcomes[OUTCOME_NAMES[outcome]] += 1
-                    owner = self._reserved.pop(_name(int(units), pool), None) if outcome == STORED else None
+                    owner = self._reserved.pop(name, None) if outcome == STORED else None
                     if owner is not None:
                         owner[0].drop()
             else:

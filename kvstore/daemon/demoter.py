@@ -35,6 +35,7 @@ from kvstore.daemon.jobs import Moved
 from kvstore.daemon.pools import GpuPool
 
 HELD_SHARE = 4  # a quarter of a pool may be held for copies down: the rest is for those who compute
+MAX_RUNS = 8192  # leases: half of what a session may have
 MAX_QUEUED = 65_536  # blocks that wait for their copy: some MB of hashes
 BLOCKS_PER_JOB = 32  # blocks: of small ones enough to pay for a thread's hand-over
 BYTES_PER_JOB = 16 << 20  # 16 MiB: under a millisecond of a bus. One block at least
@@ -87,6 +88,7 @@ class _Queue:
     later: deque[tuple[float, Block]] = field(default_factory=deque)  # held, and when to try again
     out: dict[DemoteJob, float] = field(default_factory=dict)  # and since when
     held_bytes: int = 0
+    runs: int = 0  # held, each by a lease
     queued: int = 0  # blocks in all of these
 
 
@@ -149,7 +151,7 @@ class Demoter:
         run.left = len(units)
         queue.ready.extend(Block(run, *each) for each in zip(run.hashes, run.parents, units, strict=False))
         if not units:
-            self._release(run)
+            self._release(queue, run)
 
     def ended(self, reason: str) -> None:
         """The daemon's own session does not end before it."""
@@ -204,7 +206,7 @@ class Demoter:
 
     def _hold(self, queue: _Queue) -> None:
         """Ask for leases on what waits, as far as the share goes."""
-        while queue.waiting:
+        while queue.waiting and queue.runs < MAX_RUNS:
             run = queue.waiting[0]
             share = run.pool.cache.state.dram.capacity_bytes // HELD_SHARE
             fit = max((share - queue.held_bytes) // self._slot_bytes(run), 0 if queue.held_bytes else 1)
@@ -227,6 +229,7 @@ class Demoter:
             self._drop(len(run.hashes))
             return
         queue.asked[run.lease] = run
+        queue.runs += 1
         queue.held_bytes += len(run.hashes) * self._slot_bytes(run)
 
     def _job(self, queue: _Queue, now: float) -> DemoteJob | None:
@@ -282,9 +285,10 @@ class Demoter:
         queue.held_bytes -= self._slot_bytes(block.run)
         block.run.left -= 1
         if not block.run.left:
-            self._release(block.run)
+            self._release(queue, block.run)
 
-    def _release(self, run: _Run) -> None:
+    def _release(self, queue: _Queue, run: _Run) -> None:
+        queue.runs -= 1
         run.pool.cache.release(Release(self._session(run), run.lease))
 
     def _drop(self, count: int) -> None:

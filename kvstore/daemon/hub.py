@@ -98,9 +98,12 @@ class Hub:
             self.transfers.kick()
 
     def _settle_pools(self, pools: Pools) -> None:
-        pools.settle()
+        if pools.settle():
+            self._active_at = self.now
         if self.demotion is not None:
             self.demotion.kick()
+            while pools.settle():  # leases that it asked for
+                self.demotion.kick()
             self._carry_out(self.cache.drain(), None)
 
     def next_writes(self, limit: int) -> list[StartWrite]:

@@ -164,11 +164,17 @@ class Pools:
 
     # ---- decisions
 
-    def settle(self) -> None:
-        """Carry out what the cores have decided: grants, and notices as of hbm. There is nothing to mark, and no disk."""
+    def settle(self) -> bool:
+        """Carry out what the cores have decided: grants, and notices as of hbm. There is nothing to mark, and no disk.
+
+        Answers whether there was anything.
+        """
+        busy = False
         for pool in self.all.values():
             while decisions := pool.cache.drain():  # who is told of new blocks may take leases on them
                 self._carry_out(pool, decisions)
+                busy = True
+        return busy
 
     def _carry_out(self, pool: GpuPool, decisions: list[Decision]) -> None:
         for decision in decisions:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from kvstore.tiers import hbm
 
 # Variables of the daemon's process: how many GPUs, bytes of each, and whether their memory can be shared as descriptors only.
 GPUS, GPU_BYTES, NO_DESCRIPTORS = "FAKE_GPUS", "FAKE_GPU_BYTES", "FAKE_GPU_NO_DESCRIPTORS"
+TAKEN = "(the fake GPU has taken a signal)\n"
+TAKEN_S = 60.0  # seconds: far beyond what a loaded machine takes
 COPY_FAILED = 702  # status: CUDA_ERROR_LAUNCH_TIMEOUT
 
 
@@ -41,11 +45,21 @@ class GpuDaemon(DaemonProcess):
 
     def fail_copy(self) -> None:
         """The next copy of the daemon cannot be queued."""
-        os.kill(self.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
 
     def lose_gpu(self) -> None:
         """The first GPU's context is lost."""
-        os.kill(self.pid, signal.SIGUSR2)
+        self._signal(signal.SIGUSR2)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send it, and wait until it was taken."""
+        said = self.log().count(TAKEN)
+        os.kill(self.pid, number)
+        ends_at = time.monotonic() + TAKEN_S
+        while self.log().count(TAKEN) == said:
+            if time.monotonic() > ends_at:
+                raise RuntimeError(f"the daemon did not take signal {number.name}:\n{self.log()[-4000:]}")
+            time.sleep(0.005)
 
 
 def main() -> int:
@@ -53,6 +67,14 @@ def main() -> int:
     environment = os.environ
     driver = FakeCuda(int(environment.get(GPUS, "1")), int(environment.get(GPU_BYTES, str(1 << 30))), NO_DESCRIPTORS not in environment)
     hbm.find_driver = lambda: driver
-    signal.signal(signal.SIGUSR1, lambda *_: driver.fail("copy", COPY_FAILED))
-    signal.signal(signal.SIGUSR2, lambda *_: driver.lose(0))
+    _on(signal.SIGUSR1, lambda: driver.fail("copy", COPY_FAILED))
+    _on(signal.SIGUSR2, lambda: driver.lose(0))
     return kvstore()
+
+
+def _on(number: signal.Signals, act: Callable[[], None]) -> None:
+    def handle(*_: object) -> None:
+        act()
+        os.write(sys.stderr.fileno(), TAKEN.encode())  # not by logging, whose locks the main thread may have
+
+    signal.signal(number, handle)
