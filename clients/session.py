@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -130,6 +131,7 @@ class Session:
         self.error: errors.KVStoreError | None = None
         self._control: deque[pb.ClientMessage] = deque()
         self._queued: deque[tuple[int, pb.Op]] = deque()
+        self._queued_slots = 0  # anonymous ones that queued operations ask for
         self._sent: dict[int, list[int]] = {}  # tickets by batch number
         self._leases: dict[int, int] = {}  # ticket of an Acquire -> its lease; here and below leases go by `lease_name`
         self._granting: dict[int, Granting] = {}
@@ -175,7 +177,10 @@ class Session:
             self._last_ticket += 1
             tickets.append(self._last_ticket)
             self._queued.append((self._last_ticket, op))
-            if op.HasField("acquire"):
+            kind = op.WhichOneof("kind")
+            if kind == "reserve":
+                self._queued_slots += op.reserve.count
+            elif kind == "acquire":
                 lease = lease_name(op.acquire.lease, op.pool)
                 self._leases[self._last_ticket] = lease
                 self._granting[lease] = Granting(len(op.acquire.hashes) // 32)
@@ -196,21 +201,17 @@ class Session:
         if not self._queued:
             return None
         self._last_batch += 1
-        tickets: list[int] = []
-        ops: list[pb.Op] = []
-        blocks = tokens = 0
-        while self._queued and len(tickets) < MAX_OPS_PER_BATCH:
-            ticket, op = self._queued[0]
-            more_blocks, more_tokens = _size_of(op)
-            blocks += more_blocks
-            tokens += more_tokens
-            if tickets and (blocks > MAX_BLOCKS_PER_BATCH or tokens > MAX_TOKENS_PER_BATCH):
-                break
+        queued = list(itertools.islice(self._queued, MAX_OPS_PER_BATCH))
+        message = pb.ClientMessage(batch={"number": self._last_batch, "ops": [op for _, op in queued]})
+        if self._queued_slots + message.ByteSize() // 32 > MAX_BLOCKS_PER_BATCH or message.ByteSize() // 4 > MAX_TOKENS_PER_BATCH:
+            del queued[_fitting(queued) :]  # else so short a message is within the limits
+            del message.batch.ops[len(queued) :]
+        for _, op in queued:
             self._queued.popleft()
-            tickets.append(ticket)
-            ops.append(op)
-        self._sent[self._last_batch] = tickets
-        return pb.ClientMessage(batch={"number": self._last_batch, "ops": ops})
+            if op.HasField("reserve"):
+                self._queued_slots -= op.reserve.count
+        self._sent[self._last_batch] = [ticket for ticket, _ in queued]
+        return message
 
     # ---- the daemon's side
 
@@ -296,12 +297,12 @@ class Session:
         return [Settled(lease, granting)] if grant.ended else []
 
 
-def _size_of(op: pb.Op) -> tuple[int, int]:
-    """How many blocks and token ids an operation counts for in its batch's limits."""
-    kind = op.WhichOneof("kind")
-    if kind == "reserve":
-        return op.reserve.count + len(op.reserve.hashes) // 32, 0
-    if kind in ("acquire", "commit"):
-        named = op.acquire if kind == "acquire" else op.commit
-        return len(named.hashes) // 32, len(named.token_ids) // 4
-    return 0, 0
+def _fitting(queued: Sequence[tuple[int, pb.Op]]) -> int:
+    """How many of these operations, one at least, a batch within its limits may have."""
+    blocks = tokens = 0
+    for count, (_, op) in enumerate(queued):
+        blocks += op.reserve.count + (len(op.reserve.hashes) + len(op.acquire.hashes) + len(op.commit.hashes)) // 32
+        tokens += (len(op.acquire.token_ids) + len(op.commit.token_ids)) // 4
+        if count and (blocks > MAX_BLOCKS_PER_BATCH or tokens > MAX_TOKENS_PER_BATCH):
+            return count
+    return len(queued)

@@ -14,7 +14,7 @@ import numpy as np
 from kvstore.cache.core import Cache
 from kvstore.cache.messages import HASH_BYTES, BlockOutcome, unpack_hashes
 from kvstore.cache.singles import CommitEach, Each, ReleaseEach, ReserveEach
-from kvstore.daemon.wire import MAX_ID, packed
+from kvstore.daemon.wire import MAX_ID, Reply, packed
 from kvstore.proto import kvstore_pb2 as pb
 
 LEAST_OPS = 4  # operations: fewer are done sooner one by one
@@ -22,7 +22,7 @@ LEAST_OPS = 4  # operations: fewer are done sooner one by one
 _SLOT, _NO_ROOM, _STORED = (bytes([outcome]) for outcome in (BlockOutcome.SLOT, BlockOutcome.NO_ROOM, BlockOutcome.STORED))
 _NOWHERE = bytes(4)  # units, and generation, of a block whose slot is the session's own
 
-Answers = tuple[list[pb.OpReply], Counter[str]]  # and how often there was which outcome
+Answers = tuple[Sequence[Reply], Counter[str]]  # and how often there was which outcome
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def carry_out(cache: Cache, run: Run) -> Answers | None:
         case CommitEach(leases=leases) as commit if cache.commit_each(commit):
             return [_slot_reply(lease, _STORED, _NOWHERE, _NOWHERE) for lease in leases], Counter(stored=len(leases))
         case ReleaseEach() as release if (counts := cache.release_each(release)) is not None:
-            replies = {count: pb.OpReply(done=pb.Done(count=count)) for count in set(counts)}
-            return [replies[count] for count in counts], Counter(ok=len(counts))
+            return [{"done": {"count": count}} for count in counts], Counter(ok=len(counts))
     return None
 
 
@@ -75,8 +74,8 @@ def _reserve(cache: Cache, request: ReserveEach, reservations: list[int]) -> Ans
     return replies, Counter({name: count for name, count in (("slot", got), ("no_room", missing)) if count})
 
 
-def _slot_reply(id_: int, outcome: bytes, units: bytes, generations: bytes) -> pb.OpReply:
-    return pb.OpReply(slots={"id": id_, "outcomes": outcome, "units": units, "generations": generations})
+def _slot_reply(id_: int, outcome: bytes, units: bytes, generations: bytes) -> Reply:
+    return {"slots": {"id": id_, "outcomes": outcome, "units": units, "generations": generations}}
 
 
 # ---- reading; field by field rather than operation by operation, which takes half the time

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore import errors
@@ -228,7 +228,7 @@ class SessionStream:
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
         ops = list(batch.ops)  # each is read several times: made into an object once
         kinds = wire.check_batch(batch)
-        replies: list[pb.OpReply] = []
+        replies: list[wire.Reply] = []
         for run in runs_of(ops, kinds, session.id):
             replies += self._carry_out(run) or [self._operate(session.id, op) for op in run.ops]
         at_once: list[pb.Grant] = []
@@ -240,7 +240,7 @@ class SessionStream:
         for message in wire.batch_messages(batch.number, replies, at_once):
             self._push(message)
 
-    def _carry_out(self, run: Run) -> list[pb.OpReply]:
+    def _carry_out(self, run: Run) -> Sequence[wire.Reply]:
         """The answers of neighbours that could be done as one; none where they are to be done one by one."""
         answers = carry_out(self._hub.cache, run)
         if answers is None:

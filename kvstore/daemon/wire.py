@@ -6,7 +6,8 @@ Everything raises InvalidArgument (or LimitExceeded, where a named limit is pass
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,7 @@ MAX_REPLY_BYTES = 2**20  # 1 MiB of replies in one message: far below the larges
 MAX_ID = 2**62  # ids of leases and reservations: what 64 bits with a sign hold, with room
 MODEL_FACTS = frozenset({"model", "revision", "tokenizer", "position", "dtype"})  # an identity without adapter and salt
 
+Reply = pb.OpReply | Mapping[str, Mapping[str, Any]]  # an operation's answer, or its fields: one object less to make of each
 Input = Acquire | Claim | Reserve | Commit | Abandon | Release
 
 
@@ -290,19 +292,20 @@ def error_reply(error: errors.KVStoreError) -> pb.OpReply:
     return pb.OpReply(error=pb.Error(code=error.code, text=errors.to_text(error)))
 
 
-def batch_messages(number: int, replies: list[pb.OpReply], grants: list[pb.Grant]) -> Iterator[pb.ServerMessage]:
+def batch_messages(number: int, replies: Sequence[Reply], grants: list[pb.Grant]) -> Iterator[pb.ServerMessage]:
     """A batch's answer, and then what it granted at once, in messages of bounded size: mostly one."""
     whole = pb.ServerMessage(reply={"number": number, "replies": replies, "grants": grants})
     if whole.ByteSize() < MAX_REPLY_BYTES:
         yield whole
         return
+    made = list(whole.reply.replies)
     first = size_bytes = taken = 0
-    for end, reply in enumerate(replies, start=1):
+    for end, reply in enumerate(made, start=1):
         size_bytes += reply.ByteSize()
-        if size_bytes < MAX_REPLY_BYTES and end < len(replies):
+        if size_bytes < MAX_REPLY_BYTES and end < len(made):
             continue
-        answer = pb.BatchReply(number=number, replies=replies[first:end], first_op=first)
-        while end == len(replies) and taken < len(grants) and size_bytes < MAX_REPLY_BYTES:
+        answer = pb.BatchReply(number=number, replies=made[first:end], first_op=first)
+        while end == len(made) and taken < len(grants) and size_bytes < MAX_REPLY_BYTES:
             size_bytes += grants[taken].ByteSize()
             taken += 1
         answer.grants.extend(grants[:taken])
