@@ -92,6 +92,10 @@ class GpuUser:
         for lease in leases:
             self.session.release(lease, pool=self.pool)
 
+    def release_dram(self, lease: int) -> None:
+        """End a lease there."""
+        self.session.release(lease)
+
     def reserve(self, count: int) -> int:
         """Slots that are never filled; how many there were."""
         return len(self.session.reserve(count, pool=self.pool))
