@@ -135,9 +135,9 @@ class FakeCuda:
         self.cupy = SimpleNamespace(cuda=cuda, asarray=self._upload, zeros=lambda shape, dtype: self._upload(np.zeros(shape, dtype)))
         self.cupy.empty = lambda shape, dtype: self._upload(np.full(shape, 0xFF, np.uint8 if dtype == "uint8" else dtype))
 
-    def modules(self, real: Callable[[str], Any]) -> Callable[[str], Any]:
+    def modules(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """What stands for importlib.import_module."""
-        return lambda name: self.cupy if name == "cupy" else real(name)
+        return lambda name, package=None: self.cupy if name == "cupy" else real(name, package)
 
     def _upload(self, array: NDArray[Any]) -> DeviceArray:
         self._keep.append(array.copy())

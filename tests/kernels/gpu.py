@@ -1,4 +1,4 @@
-"""`make test-gpu`: on a real GPU the kernels' checks, memory shared by processes, and the benchmark, in one JSON.
+"""`make test-gpu`: on a real GPU the kernels' checks, memory shared by processes, workers over a daemon, and the benchmark, in one JSON.
 
 Not yet run on a GPU; rehearsed without one.
 
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from kvstore.kernels.backend import Backend
 from kvstore.kernels.cuda import CudaBackend
 from kvstore.kernels.driver import CudaDriver, LibCuda
 from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, all_variants
+from kvstore.testing.daemon import DaemonProcess
 from tests.kernels.cases import check_decode, decode_case
 from tests.kernels.runner import run_suite
 from tests.tiers.hbm_owner import check_sharing
+from tests.worker.gpu.check import POOL_BYTES, check_workers
+from tests.worker.gpu.models import KINDS as MODELS
 
 GROUPS = (1, 2, 3, 4, 7, 8, 11)
 SUITES = [*(f"decode:{dtype}:{dim}:{group}" for dtype in ELEMENTS for dim in HEAD_DIMS for group in GROUPS), "copy", "write"]
@@ -71,6 +75,15 @@ def shared(driver: Callable[[], CudaDriver], *flags: str) -> dict[str, Any]:
             return {"shared": False, "failure": f"{type(error).__name__}: {error}"}
 
 
+def workers(daemon: Callable[[], DaemonProcess], models: Sequence[str], *flags: str) -> dict[str, Any]:
+    """Worker processes over a real daemon's pool, killed in the middle; or what failed."""
+    try:
+        with daemon() as running:
+            return check_workers(running, models, *flags)
+    except (AssertionError, KVStoreError, OSError, RuntimeError) as error:
+        return {"passed": False, "failure": f"{type(error).__name__}: {error}"}
+
+
 @dataclass(frozen=True)
 class Work:
     """What to check and to measure."""
@@ -80,6 +93,7 @@ class Work:
     long_tokens: Sequence[int]
     shapes: Sequence[Shape]
     share: Callable[[], dict[str, Any]]
+    work: Callable[[], dict[str, Any]]
 
 
 def run(path: Path, work: Work) -> int:
@@ -94,9 +108,11 @@ def run(path: Path, work: Work) -> int:
     figures: dict[str, Any] = {"compile_s": time.monotonic() - began}
     figures["checks"] = check(backend, work.suites, work.seeds, work.long_tokens)
     figures["sharing"] = work.share()
+    figures["workers"] = work.work()
     figures["check_s"] = time.monotonic() - began - figures["compile_s"]
-    failed = figures["checks"]["failed"] + (not figures["sharing"]["shared"])
-    print(f"{figures['checks']['passed']} passed, {failed} failed", *figures["checks"]["failures"], figures["sharing"], sep="\n")
+    failed = figures["checks"]["failed"] + (not figures["sharing"]["shared"]) + (not figures["workers"]["passed"])
+    print(f"{figures['checks']['passed']} passed, {failed} failed", *figures["checks"]["failures"], sep="\n")
+    print(figures["sharing"], figures["workers"], sep="\n")
     if not failed:
         figures["bench"] = kernels.report(work.shapes, GPUS["h100"], 0)
     figures["all_s"] = time.monotonic() - began
@@ -110,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="where the figures go")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of each suite")
     args = parser.parse_args(argv)
-    return run(args.json, Work(SUITES, args.seeds, LONG_TOKENS, kernels.shapes(), lambda: shared(LibCuda)))
+    work = partial(workers, lambda: DaemonProcess(flags=["--hbm", POOL_BYTES], nvme=False), list(MODELS), "--real")
+    return run(args.json, Work(SUITES, args.seeds, LONG_TOKENS, kernels.shapes(), lambda: shared(LibCuda), work))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import importlib
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,12 @@ from kvstore.kernels import cuda
 from kvstore.kernels.driver import CudaDriver
 from kvstore.kernels.variants import all_variants
 from kvstore.testing import fake_cuda
+from kvstore.testing.daemon import DaemonProcess
+from kvstore.testing.fake_gpu_daemon import GpuDaemon
 from tests.kernels import gpu
 from tests.kernels.fake_cupy import FakeCuda, not_compiled
 from tests.kernels.gpu import Work
+from tests.worker.gpu.check import POOL_BYTES
 
 
 def driver_of_fake() -> CudaDriver:
@@ -31,6 +36,15 @@ def driver_of_fake() -> CudaDriver:
 def no_driver() -> CudaDriver:
     """A machine without one."""
     raise ConfigError("no driver")
+
+
+def no_daemon() -> dict[str, Any]:
+    """A daemon that does not start."""
+
+    def refuse() -> DaemonProcess:
+        raise RuntimeError("no daemon")
+
+    return gpu.workers(refuse, ["gpu-llama"])
 
 
 SMALL = [Shape("small", 8, 2, 64, 2, 2, 64), Shape("large", 8, 2, 64, 2, 64, 1 << 20)]
@@ -50,11 +64,15 @@ def fake(built: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> FakeCud
 
 
 def test_the_script_checks_measures_and_writes_one_json(fake: FakeCuda, tmp_path: Path) -> None:
-    work = Work(["decode:bfloat16:64:4", "copy", "write"], 1, [300], SMALL, lambda: gpu.shared(driver_of_fake, "--fake"))
+    workers = partial(gpu.workers, lambda: GpuDaemon(hbm=POOL_BYTES, nvme=False), ["gpu-llama", "gpu-windows"])
+    work = Work(["decode:bfloat16:64:4", "copy", "write"], 1, [300], SMALL, lambda: gpu.shared(driver_of_fake, "--fake"), workers)
     assert gpu.run(tmp_path / "gpu.json", work) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["checks"] == {"passed": 5, "failed": 0, "failures": []}
     assert found["sharing"] == {"shared": True, "outlives_its_owner": True}
+    graphs = found["workers"].pop("graphs")
+    assert found["workers"] == {"passed": True, "models": 2, "shared_tokens": 56, "lifted_blocks": 7}
+    assert (graphs["off"], graphs["replayed"] > graphs["recorded"] > 0) == ("", True)
     small, large = found["bench"]["decode"]
     assert found["bench"]["measured"]
     assert small["measured"]["seconds"] > 0
@@ -72,12 +90,13 @@ def test_the_script_checks_measures_and_writes_one_json(fake: FakeCuda, tmp_path
 
 def test_a_failed_check_is_named_and_nothing_is_measured(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake.driver, "launchKernel", lambda *_: None)  # a driver that does nothing
-    work = Work(["decode:bfloat16:64:4", "write"], 1, [], SMALL, lambda: gpu.shared(no_driver))
+    work = Work(["decode:bfloat16:64:4", "write"], 1, [], SMALL, lambda: gpu.shared(no_driver), no_daemon)
     assert gpu.run(tmp_path / "gpu.json", work) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["checks"]["failed"] == 2
     assert "decode:bfloat16:64:4, seed 0" in found["checks"]["failures"][0]
     assert "ConfigError: no driver" in found["sharing"]["failure"]
+    assert found["workers"] == {"passed": False, "failure": "RuntimeError: no daemon"}
     assert "bench" not in found
 
 

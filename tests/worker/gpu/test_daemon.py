@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,14 +17,14 @@ from kvstore.worker.gpu.opening import open_in_pool
 from kvstore.worker.gpu.store import Lifted
 from kvstore.worker.opening import Portion
 from kvstore.worker.requests import Finish, Request
-from tests.worker.gpu.child import FLUSH_S, Child
+from tests.worker.gpu.check import WAIT_S, blocks_in, wait_until
+from tests.worker.gpu.child import FLUSH_S
 from tests.worker.gpu.fake import FakeGpu
 from tests.worker.gpu.models import load
 from tests.worker.kinds import expected
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt
 
 MODEL = "gpu-llama"
-WAIT_S, PAUSE_S = 30.0, 0.02  # seconds: for the daemon to have done something; between two looks
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +32,6 @@ def daemon() -> Iterator[GpuDaemon]:
     """One with a pool of 128 blocks."""
     with GpuDaemon(hbm="2MiB", nvme=False) as made:
         yield made
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < ends_at
-        time.sleep(PAUSE_S)
-
-
-def blocks_in(daemon: GpuDaemon) -> dict[str, int]:
-    """How many blocks each tier has."""
-    with KVClient(daemon.address) as client:
-        return {tier.tier: tier.blocks for tier in client.stats().tiers}
 
 
 class Worker:
@@ -77,18 +63,16 @@ def worker(daemon: GpuDaemon, gpu: FakeGpu) -> Iterator[Worker]:
 
 
 def test_a_hit_in_the_pool_moves_no_byte(daemon: GpuDaemon, worker: Worker) -> None:
-    tokens = prompt(60, seed=1)
-    with Child(daemon.address, MODEL) as other:
-        assert worker.make(tokens, 12) == (0, "")
-        assert worker.watched.flush(FLUSH_S)
-        found = other.generate(tokens, 12)
-        assert (found["tokens"], found["fault"], found["off"]) == (expected(load(MODEL), tokens, 12), "", "")
-        assert (found["hit_tokens"], found["lifted"], found["copies"]) == (56, 0, 0)
-        assert found["replayed"] > 10
-        theirs = prompt(40, seed=11)
-        other.generate(theirs, 1)
-        assert worker.make(theirs, 12) == (32, "")
-    assert worker.gpu.driver.calls["copy"] == 0
+    """Two drivers that map the same memory; `tests.kernels.test_gpu_script` has two processes."""
+    gpu = FakeGpu()
+    other, tokens = Worker(daemon, gpu), prompt(60, seed=1)
+    assert worker.make(tokens, 12) == (0, "")
+    assert worker.watched.flush(FLUSH_S)
+    assert other.make(tokens, 12) == (56, "")
+    assert (other.store.lifted_blocks, gpu.driver.calls["copy"], gpu.driver.violations) == (0, 0, [])
+    assert gpu.replays > 10
+    other.close()
+    gpu.close()
 
 
 def driven_out(daemon: GpuDaemon, worker: Worker, seed: int) -> list[int]:
@@ -204,7 +188,7 @@ def test_a_daemon_killed_in_the_middle_changes_no_answer_and_is_used_again(daemo
     tokens = prompt(60, seed=8)
     worker.make(tokens, 3)
     recorded = worker.gpu.captures
-    strikes = []
+    strikes: list[object] = []
 
     def strike(*_: object) -> None:
         if not strikes and len(worker.watched.committed) == 10:
