@@ -57,6 +57,8 @@ class Intruder:
         if self._chance.random() < 0.1:  # not as one should
             self._send(self._words.any_of(pb.ClientMessage))
         hello = pb.Hello(client=self._words.text(), maps_arena=self._chance.random() < 0.5)
+        if hello.maps_arena:
+            hello.pools.extend(pb.PoolTerms(uuid=f"gpu-{number}") for number in range(self._chance.randint(0, 2)))
         if self._chance.random() < 0.2:
             hello.MergeFrom(self._words.any_of(pb.Hello))
         self._send(pb.ClientMessage(hello=hello))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
+from kvstore.testing.fake_gpu_daemon import GpuDaemon
 from tests.hostile.bystander import Bystander
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def run(directory: Path, messages: int, seed: int, processes: int = 1) -> Outcom
     """Send so many messages, and look."""
     outcome = Outcome()
     started_at = time.monotonic()
-    with DaemonProcess(directory, dram="32MiB", nvme_bytes="64MiB") as daemon:
+    with GpuDaemon(directory, hbm="8MiB", gpus=2, dram="32MiB", nvme_bytes="64MiB") as daemon:
         with Bystander(daemon.address) as bystander:
             for step in range(STEPS):
                 _attack(daemon.address, messages // STEPS // processes, seed * 100 + step, processes, outcome)

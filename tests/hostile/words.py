@@ -137,9 +137,14 @@ class Words:
         return self.chance.random() < 0.5
 
     def op(self) -> pb.Op:
-        """An operation of a session; mostly one that makes some sense."""
+        """An operation of a session, in dram or in a pool; mostly one that makes some sense."""
         if self.chance.random() < 0.25:
             return self.any_of(pb.Op)
+        op = self._sensible_op()
+        op.pool = self.chance.choice((0, 0, 0, 0, 1, 1, 2, 7))
+        return op
+
+    def _sensible_op(self) -> pb.Op:
         number, namespace = self.chance.randint(1, 12), self.chance.choice(self.namespaces)
         group = self.chance.choice(("", "", "g1", "g2", "g3"))
         match self.chance.randrange(6):
