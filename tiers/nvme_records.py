@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from kvstore.errors import InternalFault
 from kvstore.geometry import UNIT_BYTES
+from kvstore.native.records import WordSet, take_fields
 from kvstore.tiers import record_codec as codec
 from kvstore.tiers.direct_io import SharedFd, os_fault
 from kvstore.tiers.record_codec import RECORD_BYTES, Records, RecordState
 
 Units = NDArray[np.uint32]
 
+FIELDS = ("namespace", "hash", "parent", "units", "generation", "block_bytes", "checksum")  # of a record, as LoadedRecords has them
 LOAD_BATCH_RECORDS = 1 << 16  # 8 MiB: within reach of a processor's cache, and large enough for numpy's cost per call to vanish
 
 
@@ -103,21 +105,34 @@ class RecordFile:
     def load(self, readable_units: int, namespaces: NDArray[np.uint32]) -> LoadedRecords:
         """All records of assigned extents. Changes nothing. Blocks beyond `readable_units` or of other namespaces are misplaced."""
         known = _Known(readable_units, namespaces)
-        parts = [self._load_batch(spans, known) for spans in self._batches()]
-        live = np.concatenate([codec.empty(0), *(part.live for part in parts)])
-        order = np.argsort(live["sequence"], kind="stable")
-        older = _older_copies(live["namespace"][order], live["hash"][order])
+        records = codec.empty(sum(self.extent_units // int(units) for units in self.slot_units[self.slot_units > 0]))
+        parts: list[_Found] = []
+        first = 0
+        for spans in self._batches():
+            count = sum(span.count for span in spans)
+            parts.append(self._load_batch(spans, known, records[first : first + count], first))
+            first += count
+        live = np.concatenate([np.zeros(0, np.int64), *(part.live for part in parts)])
+        sequence = records["sequence"][live]
+        if not (sequence[1:] > sequence[:-1]).all():
+            by_age = np.argsort(sequence, kind="stable")
+            live, sequence = live[by_age], sequence[by_age]
         if len(live):
-            self._sequence = itertools.count(int(live["sequence"][order[-1]]) + 1)
-        superseded, order = live["units"][order[older]], order[~older]
+            self._sequence = itertools.count(int(sequence[-1]) + 1)
+        fields = take_fields(records, live, FIELDS)
+        older = _older_copies(fields[0], fields[1])
+        superseded = fields[3][older]
+        namespaces, hashes, parents, units, generations, block_bytes, checksums = (
+            [each[~older] for each in fields] if len(superseded) else fields
+        )
         return LoadedRecords(
-            namespaces=live["namespace"][order],
-            hashes=live["hash"][order],
-            parents=live["parent"][order],
-            units=live["units"][order],
-            generations=live["generation"][order],
-            block_bytes=live["block_bytes"][order],
-            checksums=live["checksum"][order],
+            namespaces,
+            hashes,
+            parents,
+            units,
+            generations,
+            block_bytes,
+            checksums,
             quarantined_units=_joined([part.quarantined for part in parts]),
             torn_units=_joined([part.torn for part in parts]),
             misplaced_units=_joined([part.misplaced for part in parts]),
@@ -165,8 +180,8 @@ class RecordFile:
         if batch:
             yield batch
 
-    def _load_batch(self, spans: Sequence[_Span], known: _Known) -> _Found:
-        records = codec.empty(sum(span.count for span in spans))
+    def _load_batch(self, spans: Sequence[_Span], known: _Known, records: Records, first: int) -> _Found:
+        """Fill zeroed `records`, of which the first is number `first` of all, and say what they are."""
         units, slot_units = np.empty(len(records), np.uint32), np.empty(len(records), np.uint32)
         at = 0
         for span in spans:
@@ -175,7 +190,7 @@ class RecordFile:
             slot_units[rows] = self.slot_units[span.extent]
             units[rows] = np.arange(span.first, span.first + span.count) * slot_units[at] + span.extent * self.extent_units
             at += span.count
-        return _sorted_out(records, _Place(units, slot_units), known)
+        return _sorted_out(records, _Place(first, units, slot_units), known)
 
     def _offsets(self, units: Units) -> NDArray[np.int64]:
         """Where the records of these slots lie in the file. The extents of all of them must be assigned."""
@@ -215,11 +230,18 @@ class _Known:
     readable_units: int
     namespaces: NDArray[np.uint32]
 
+    def has(self, namespaces: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        """Which are known. [n]; mostly one namespace has them all."""
+        if len(namespaces) and (namespaces == namespaces[0]).all():
+            return np.full(len(namespaces), namespaces[0] in self.namespaces)
+        return np.isin(namespaces, self.namespaces)
+
 
 @dataclass(frozen=True)
 class _Place:
-    """Where each record of a batch was found."""
+    """Where each record of a batch was found; `first` is the number of the batch's first among all."""
 
+    first: int
     units: Units
     slot_units: Units
 
@@ -228,7 +250,7 @@ class _Place:
 class _Found:
     """The records of one batch, by what they are."""
 
-    live: Records
+    live: NDArray[np.int64]  # their numbers among all
     quarantined: Units
     torn: Units
     misplaced: Units
@@ -241,11 +263,11 @@ def _sorted_out(records: Records, place: _Place, known: _Known) -> _Found:
     ends = place.units.astype(np.int64) + place.slot_units
     fits = records["block_bytes"] <= place.slot_units.astype(np.uint64) * np.uint64(UNIT_BYTES)
     live = here & fits & (records["state"] == RecordState.LIVE) & (ends <= known.readable_units)
-    live &= np.isin(records["namespace"], known.namespaces)
+    live &= known.has(records["namespace"])
     torn = ~whole
     torn[torn] = ~codec.blank(records[torn])
     return _Found(
-        live=records if live.all() else records[live],
+        live=np.flatnonzero(live) + place.first,
         quarantined=place.units[quarantined],
         torn=place.units[torn],
         misplaced=place.units[whole & ~live & ~quarantined],
@@ -256,8 +278,7 @@ def _older_copies(namespaces: NDArray[np.uint32], hashes: NDArray[np.uint64]) ->
     """Among blocks in order of age, those whose (namespace, hash) comes again later."""
     older = np.zeros(len(namespaces), dtype=np.bool_)
     keys = hashes[:, 0] ^ (namespaces.astype(np.uint64) << np.uint64(32))
-    ordered = np.sort(keys)
-    if not (ordered[1:] == ordered[:-1]).any():
+    if WordSet(len(keys)).note(keys).all():
         return older
     order = np.argsort(keys, kind="stable")
     sorted_keys = keys[order]

@@ -110,10 +110,13 @@ class Index:
 
     def find_each(self, namespaces: Rows, hashes: Hashes) -> Rows:
         """`find` where every key has a namespace of its own. [n]"""
+        named = np.flatnonzero(np.bincount(namespaces)).tolist()
+        if len(named) == 1:
+            return self.find(named[0], hashes)
         found = np.zeros(len(hashes), np.int32)
-        for namespace in np.unique(namespaces):
+        for namespace in named:
             mine = np.flatnonzero(namespaces == namespace)
-            found[mine] = self.find(int(namespace), hashes[mine])
+            found[mine] = self.find(namespace, hashes[mine])
         return found
 
     def _homes(self, namespace: int, words: NDArray[np.uint64]) -> NDArray[np.int64]:

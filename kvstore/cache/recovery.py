@@ -15,6 +15,7 @@ from kvstore.cache.leaving import take_out
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
+from kvstore.native.records import WordSet
 
 AGES = 256  # steps of recency that recovered blocks are told apart by
 
@@ -35,14 +36,12 @@ def recover(state: State, found: Recovered) -> int:
     slot_units = np.array([0] + [state.spec(i).slot_units for i in range(1, len(state.namespaces))], np.int32)[found.namespaces]
     slots = _assign_extents(nvme, found.units, slot_units)
     kept = np.flatnonzero(_usable(state, found, slots))
-    slots, namespaces, hashes, parents = slots[kept], found.namespaces[kept], found.hashes[kept], found.parents[kept]
+    mine = slice(None) if len(kept) == len(slots) else kept  # mostly all: no copies, then
+    slots, namespaces, hashes, parents = slots[mine], found.namespaces[mine], found.hashes[mine], found.parents[mine]
     _take_slots(nvme, slots, SlotState.LIVE)
-    nvme.generation[slots] = found.generations[kept]
-    rows = np.zeros(len(kept), np.int32)
-    for namespace in np.unique(namespaces):
-        mine = np.flatnonzero(namespaces == namespace)
-        rows[mine] = index.add(int(namespace), hashes[mine])
-    index.checksum[rows] = found.checksums[kept]
+    nvme.generation[slots] = found.generations[mine]
+    rows = _add(state, namespaces, hashes)
+    index.checksum[rows] = found.checksums[mine]
     index.flags[rows] |= HAS_CHECKSUM
     index.slot[Tier.NVME][rows] = slots
     nvme.row[slots] = rows
@@ -58,6 +57,18 @@ def recover(state: State, found: Recovered) -> int:
     _delete_the_rest(state, found, kept)
     state.counters["recovered"] += len(kept)
     return len(kept)
+
+
+def _add(state: State, namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.int32]:
+    """New rows for distinct keys. [n]"""
+    named = np.flatnonzero(np.bincount(namespaces)).tolist()
+    if len(named) == 1:
+        return state.index.add(named[0], hashes)
+    rows = np.zeros(len(hashes), np.int32)
+    for namespace in named:
+        mine = np.flatnonzero(namespaces == namespace)
+        rows[mine] = state.index.add(namespace, hashes[mine])
+    return rows
 
 
 def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]) -> SlotIds:
@@ -76,26 +87,24 @@ def _assign_extents(nvme: SlotTable, units: Units, slot_units: NDArray[np.int32]
 def _usable(state: State, found: Recovered, slots: SlotIds) -> NDArray[np.bool_]:
     """Blocks with a slot of their own and a key of their own, as many as the index holds (with room for their parents' ghosts)."""
     good = slots > 0
-    keys = state.index.scrambled(found.namespaces, found.hashes)
-    good &= _first_of_each(keys, lambda: _packed(found.namespaces, found.hashes)) & _first_of_each(slots, lambda: slots)
-    parents = state.index.scrambled(found.namespaces, found.parents)
-    keys, parents = np.sort(keys), np.sort(parents)
-    there = keys[np.minimum(np.searchsorted(keys, parents), max(len(keys) - 1, 0))] == parents if len(keys) else np.zeros(0, bool)
-    ghosts = len(np.unique(parents[~there]))
+    seen = WordSet(2 * len(slots))
+    first = seen.note(state.index.scrambled(found.namespaces, found.hashes))
+    good &= _first_of_each(first, lambda: _packed(found.namespaces, found.hashes))
+    good &= _first_of_each(np.bincount(slots)[slots] == 1, lambda: slots)
+    ghosts = int(np.count_nonzero(seen.note(state.index.scrambled(found.namespaces, found.parents))))
     room = state.index.room - ghosts
     if room < np.count_nonzero(good):  # then a block left out may be a parent: at most every second row is a ghost
         room = min(max(room, 0), state.index.room // 2)
     return good & (np.cumsum(good[::-1])[::-1] <= room)  # the newest ones
 
 
-def _first_of_each(words: NDArray[Any], exactly: Callable[[], NDArray[Any]]) -> NDArray[np.bool_]:
-    """Where a value comes for the first time. [n] `words` differ where values do, nearly always; `exactly` gives the values."""
-    ordered = np.sort(words)
-    once = np.ones(len(words), bool)
-    if (ordered[1:] == ordered[:-1]).any():
-        once[:] = False
-        once[np.unique(exactly(), return_index=True)[1]] = True
-    return once
+def _first_of_each(once: NDArray[np.bool_], exactly: Callable[[], NDArray[Any]]) -> NDArray[np.bool_]:
+    """Where a value comes for the first time. [n] `once`: what surely does, mostly all; `exactly` gives the values."""
+    if once.all():
+        return once
+    first = np.zeros(len(once), bool)
+    first[np.unique(exactly(), return_index=True)[1]] = True
+    return first
 
 
 def _packed(namespaces: NDArray[np.int32], hashes: Hashes) -> NDArray[np.void]:

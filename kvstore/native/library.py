@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 3  # of core.c and chain.c: rises whenever something there changes
+VERSION = 4  # of core.c and chain.c: rises whenever something there changes
 SWITCH = "KVSTORE_NATIVE"  # environment: "off" leaves it unused
 
 
