@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.clients.channel import target
 from kvstore.clients.vllm_events import Events
-from kvstore.clients.vllm_facts import facts_of, identity_of
+from kvstore.clients.vllm_facts import facts_of, identity_of, pages_for
 from kvstore.clients.vllm_plan import Freed, StepPlan, WorkerFacts
 from kvstore.clients.vllm_scheduler import SchedulerHalf
 from kvstore.clients.vllm_settings import Settings
@@ -63,6 +63,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._facts = WorkerFacts(refusal="the engine registered no KV tensors")
         self._manager: Any = None
+        self._pages_of = pages_for(self._settings.gpu)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -136,7 +137,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         ranks = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
-        self._facts, pages = facts_of(self._vllm_config, self._kv_cache_config.kv_cache_groups, kv_caches, ranks)
+        self._facts, pages = facts_of(self._vllm_config, self._kv_cache_config.kv_cache_groups, kv_caches, ranks, self._pages_of)
         if pages:
             self._worker = self.worker_half(self._place, self._identity, self._settings, self._facts, pages)
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvstore.clients.requests import KEEP_ALL, Keep
-from kvstore.clients.vllm_pages import Pages
+from kvstore.clients.vllm_device import DevicePages, Gpu
+from kvstore.clients.vllm_pages import EnginePages, Pages
 from kvstore.clients.vllm_plan import GroupFacts, WorkerFacts
 from kvstore.clients.vllm_residency import Member
 from kvstore.digests import files_digest
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.geometry import Geometry, shard_heads
 from kvstore.hashing import Identity
+from kvstore.kernels.driver import LibCuda
 from kvstore.model_config import position_facts
 
 # Facts in a configuration that say where or by what it was written; the model computes the same whatever they are.
 _VOLATILE = ("_name_or_path", "transformers_version", "_commit_hash")
 # Kinds of vLLM's KV cache groups whose blocks say all, by the names of their classes: what a kind derived from one keeps is not known here.
 _WHOLE, _WINDOWED = ("FullAttentionSpec", "MLAAttentionSpec"), "SlidingWindowSpec"
+_GPU = "gpu"  # the setting without which keys and values in a GPU's memory are not shared
+PagesOf = Callable[[Mapping[str, torch.Tensor]], EnginePages]
 _APART = "start vLLM with --disable-hybrid-kv-cache-manager"
 
 
@@ -95,11 +99,11 @@ def geometry_of(facts: GroupFacts) -> Geometry:
 
 
 def facts_of(
-    config: Any, groups: Sequence[Any], tensors: Mapping[str, torch.Tensor], ranks: tuple[int, int]
-) -> tuple[WorkerFacts, list[Pages]]:
+    config: Any, groups: Sequence[Any], tensors: Mapping[str, torch.Tensor], ranks: tuple[int, int], pages_of: PagesOf
+) -> tuple[WorkerFacts, list[EnginePages]]:
     """What one worker holds, and its pages by KV cache group; where it cannot take part, its `refusal` says why and there are none.
 
-    groups  vLLM's KVCacheGroupSpecs;  tensors  per layer;  ranks  this worker's (pipeline, tensor) ranks
+    groups  vLLM's KVCacheGroupSpecs;  tensors  per layer;  ranks  this worker's (pipeline, tensor) ranks;  pages_of  see `pages_for`
     """
     try:
         _check_supported(config)
@@ -107,7 +111,7 @@ def facts_of(
         if len({group.kv_cache_spec.block_size for group in groups}) > 1:
             raise ConfigError(f"the model's KV cache groups have blocks of different lengths; {_APART}")
         mine = [{name: tensors[name] for name in group.layer_names if name in tensors} for group in groups]
-        pages = [Pages(each) for each in (mine if len(groups) > 1 else [tensors])]
+        pages = [pages_of(each) for each in (mine if len(groups) > 1 else [tensors])]
         facts = tuple(
             _facts(config, next(iter(each.values())), page, name, window)
             for each, page, name, window in zip(mine, pages, _names(groups), windows, strict=True)
@@ -117,6 +121,26 @@ def facts_of(
     except KVStoreError as error:
         return WorkerFacts(refusal=str(error)), []
     return WorkerFacts(facts, _shard(config, ranks)), pages
+
+
+def pages_for(gpu: bool) -> PagesOf:
+    """What makes pages of a group's tensors, wherever they lie. `gpu`: in a GPU's memory too, which has not been tried on one."""
+    known: list[Gpu] = []  # a worker has one
+
+    def pages_of(tensors: Mapping[str, torch.Tensor]) -> EnginePages:
+        device = getattr(next(iter(tensors.values()), None), "device", None)
+        if device is None or device.type != "cuda":
+            return Pages(tensors)
+        if not gpu:
+            raise ConfigError(
+                f"KV tensors are on {device}, and sharing them has not been tried on a GPU yet: set {_GPU!r} to true in "
+                "kv_connector_extra_config to try it, or use the tier (KVStoreTier)"
+            )
+        if not known:
+            known.append(Gpu(LibCuda(), device.index or 0))
+        return DevicePages(tensors, known[0])
+
+    return pages_of
 
 
 def _window_of(spec: Any) -> int:
@@ -154,7 +178,7 @@ def _check_supported(config: Any) -> None:
             raise ConfigError(text)
 
 
-def _facts(config: Any, tensor: torch.Tensor, pages: Pages, name: str, window: int) -> GroupFacts:
+def _facts(config: Any, tensor: torch.Tensor, pages: EnginePages, name: str, window: int) -> GroupFacts:
     import vllm
 
     heads, items = (int(tensor.shape[1]), int(tensor.shape[3])) if tensor.dim() == 4 else (1, int(tensor.shape[-1]))
@@ -190,6 +214,8 @@ def _backends(config: Any) -> Iterable[str]:
 
 def _instruction_set(config: Any, items: int) -> str:
     """Which instruction set the CPU backend packs keys for: two kinds of processor do not read each other's."""
+    if config.device_config.device_type != "cpu":
+        return str(config.device_config.device_type)
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache = config.cache_config

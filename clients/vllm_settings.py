@@ -18,6 +18,7 @@ class Settings:
     acquire_timeout_s   the longest that a request waits for the store before it is computed
     save_timeout_s      the longest that a finished request's blocks are kept for a save
     revision            of the weights, where the folder's files should not be hashed: a commit, or another immutable id
+    gpu                 keys and values in a GPU's memory are shared too, which has not been tried on one
     min_blocks          fewer blocks than this are computed rather than loaded
     """
 
@@ -26,6 +27,7 @@ class Settings:
     save_timeout_s: float = 5.0
     revision: str = ""
     min_blocks: int = 1
+    gpu: bool = False
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Self:
@@ -39,7 +41,7 @@ class Settings:
             if kind is float and type(value) is int:
                 value = float(value)
             if type(value) is not kind or (isinstance(value, int | float) and not 0 <= value < MAX_NUMBER_S):
-                want = f"give a {kind.__name__}, a number from 0 to {MAX_NUMBER_S}" if kind is not str else "give a text"
+                want = {str: "give a text", bool: "give true or false"}.get(kind, f"give a {kind.__name__} from 0 to {MAX_NUMBER_S}")
                 raise ConfigError(f"kv_connector_extra_config: {name} is {value!r}; {want}")
             values[name] = value
         return cls(**values)

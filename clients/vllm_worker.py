@@ -18,7 +18,7 @@ from kvstore.clients.arena import Arena
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
 from kvstore.clients.vllm_facts import members_of
-from kvstore.clients.vllm_pages import Pages
+from kvstore.clients.vllm_pages import EnginePages
 from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
 from kvstore.clients.vllm_settings import Settings
 from kvstore.hashing import Identity
@@ -47,7 +47,7 @@ class _Save:
 class WorkerHalf:
     """See the module's text."""
 
-    def __init__(self, place: str, identity: Identity, settings: Settings, facts: WorkerFacts, pages: Sequence[Pages]) -> None:
+    def __init__(self, place: str, identity: Identity, settings: Settings, facts: WorkerFacts, pages: Sequence[EnginePages]) -> None:
         """pages   of each KV cache group"""
         self._place, self._identity, self._settings, self._facts, self._pages = place, identity, settings, facts, pages
         self._changed = threading.Condition()  # guards all that the threads share
@@ -138,6 +138,9 @@ class WorkerHalf:
         self._save_queue.put(None)
         for thread in self._threads:
             thread.join(self._settings.save_timeout_s)
+        if not any(thread.is_alive() for thread in self._threads):
+            for pages in self._pages:
+                pages.close()
 
     def _is_saved(self, request: str) -> bool:
         """Whether nothing reads the request's blocks any more; saves whose time is up are called off. Under the condition."""
@@ -190,9 +193,8 @@ class WorkerHalf:
         try:
             arena = self._map(job.arena)
             for pages, mine, blocks in zip(self._pages, units, job.block_ids, strict=False):
-                for unit, block in zip(mine, blocks, strict=True):
-                    if block != NO_BLOCK:
-                        pages.scatter(block, arena.view(unit, pages.block_bytes))
+                wanted = [(unit, block) for unit, block in zip(mine, blocks, strict=True) if block != NO_BLOCK]
+                pages.scatter([block for _, block in wanted], [pages.source(arena, unit) for unit, _ in wanted])
         except Exception as error:  # noqa: BLE001 — a thread's edge: whatever fails here, the request must go on and compute
             log.warning("a load of %d blocks failed, they are computed: %s", len(job.block_ids[0]), error)
             return {block for group in job.block_ids for block in group if block != NO_BLOCK}
@@ -236,7 +238,7 @@ class WorkerHalf:
 
     def save(self, client: KVClient, save: _Save) -> Sequence[str]:
         """Store the job's blocks that the store does not have yet, unless it is called off first. The outcome of each block."""
-        job = save.job
+        job, pages = save.job, self._pages[save.job.group]
         if self._is_called_off(save) or time.monotonic() >= save.give_up_at:
             return ()
         namespace = self._namespace(client, job.group)
@@ -244,11 +246,16 @@ class WorkerHalf:
             if not self._at(save, _Stage.COPYING):
                 return ()
             try:
-                for block in put.blocks:
+                if put.attached is not None:
+                    pages.write_to(put.attached.arena)
+                blocks = list(put.blocks)
+                for start in range(0, len(blocks), pages.copies_at_once):
                     if self._is_called_off(save):
                         break
-                    self._pages[job.group].gather(job.block_ids[block.index], block.view)
-                    block.done()
+                    some = blocks[start : start + pages.copies_at_once]
+                    pages.gather([job.block_ids[block.index] for block in some], [block.view for block in some])
+                    for block in some:
+                        block.done()
             finally:
                 self._at(save, _Stage.DONE)
         return put.names

@@ -23,7 +23,7 @@ MAX_MAP_LINES = 200  # lines: ARCHITECTURE.md is read once, in whole
 FOUNDATION = ("errors", "hashing", "geometry", "capacity", "config", "proto", "dtypes", "model_config", "checksum", "digests")
 MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
-    "tiers": ("daemon", "bench", "testing", "cli.fsck", "worker.gpu"),  # worker.gpu: pins its own map of the host's arena
+    "tiers": ("daemon", "bench", "testing", "cli.fsck", "worker.gpu", "clients.vllm_device"),  # these pin their maps of the arena
     "kernels": ("tiers", "worker", "clients", "bench", "testing"),
     "native": ("hashing", "cache", "daemon", "tiers", "kernels", "bench"),  # hashing: a prompt's chain is on the way of each lookup
     "clients": ("worker", "cli", "bench"),

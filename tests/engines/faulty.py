@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvstore.clients.vllm import KVStoreConnector
 from kvstore.clients.vllm_plan import NO_BLOCK, LoadJob
 from kvstore.clients.vllm_worker import WorkerHalf
@@ -16,8 +18,8 @@ class _FaultyWorker(WorkerHalf):
         for at in fail_at:
             for pages, blocks in zip(self._pages, job.block_ids, strict=True):
                 if at < len(blocks) and blocks[at] != NO_BLOCK:
-                    for run in pages._runs:
-                        run.bytes[:, blocks[at]] = 0x3F
+                    noise = np.full(pages.block_bytes, 0x3F, np.uint8)
+                    pages.scatter([blocks[at]], [noise])
                     bad.add(blocks[at])
         return bad
 

@@ -1,4 +1,7 @@
-"""LoRA adapters in a vLLM with the store: each finds its own blocks only, and an adapter is its weights, not its name."""
+"""LoRA adapters in a vLLM with the store: each finds its own blocks only, and an adapter is its weights, not its name.
+
+The engine's blocks are copied as those in a GPU's memory are, by a driver for tests.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ def test_an_adapter_finds_its_own_blocks_only(daemon: DaemonProcess, tmp_path: P
     """Case 14: two adapters in turn, the model without one, other weights under the same name: no hit. The same weights elsewhere: one."""
     one, two = models.adapter(tmp_path / "one", 1), models.adapter(tmp_path / "two", 2)
     copy, changed = models.adapter(tmp_path / "copy", 1), models.adapter(tmp_path / "changed", 3)
-    with Engine(models.llama(tmp_path / "model"), tmp_path / "log", connector(daemon.address), enable_lora=True, **SMALL) as engine:
+    transfer = connector(daemon.address, "tests.engines.device", "DeviceConnector")
+    with Engine(models.llama(tmp_path / "model"), tmp_path / "log", transfer, enable_lora=True, **SMALL) as engine:
         first = answer(engine, 1, one)
         assert first["cached"] == 0
         others = [answer(engine, 2, two), answer(engine)]

@@ -242,7 +242,7 @@ class Child:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec
 
-        from kvstore.clients.vllm_facts import facts_of
+        from kvstore.clients.vllm_facts import facts_of, pages_for
 
         config, groups = self.llm.llm_engine.vllm_config, get_kv_transfer_group()._kv_cache_config.kv_cache_groups
         mine = groups[0].kv_cache_spec
@@ -252,7 +252,10 @@ class Child:
             "states": MambaSpec(block_size=mine.block_size, shapes=((8, 8),), dtypes=(mine.dtype,)),
             "longer": dataclasses.replace(mine, block_size=2 * mine.block_size),
         }
-        return {name: facts_of(config, [*groups, KVCacheGroupSpec([], spec)], {}, (0, 0))[0].refusal for name, spec in others.items()}
+        pages = pages_for(gpu=False)
+        return {
+            name: facts_of(config, [*groups, KVCacheGroupSpec([], spec)], {}, (0, 0), pages)[0].refusal for name, spec in others.items()
+        }
 
     def limit(self, **settings: float) -> Answer:
         """From now on the connector has these settings."""
