@@ -31,8 +31,10 @@ REDIS := .venv-redis
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
+# Files of tests run side by side, as many as there are jobs: make test JOBS=1 for one after another.
+JOBS ?= 2
 test: lint $(VENV)/.compile
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # On a machine with a GPU: the CUDA kernels' checks and their benchmark, in one JSON.
 test-gpu: $(VENV)/.compile
