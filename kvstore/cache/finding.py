@@ -48,6 +48,12 @@ def present_in(state: State, rows: Rows) -> NDArray[np.bool_]:
     return found & (rows > 0)
 
 
+def _in_pools(pools: Sequence[State], namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
+    """Which blocks are in some pool. [n]"""
+    found: NDArray[np.bool_] = np.logical_or.reduce([present_in(pool, pool.index.find(namespace, hashes)) for pool in pools])
+    return found
+
+
 def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes, pools: Sequence[State]) -> Looked | Refused:
     """How far the prefix reaches and in which tier each block is. Changes nothing.
 
@@ -62,17 +68,18 @@ def lookup(state: State, tenant: str, namespace: int, group: str, hashes: Hashes
     fastest = min(state.index.tiers)
     if not pools and whole and all(state.index.slot[fastest][mine].all() for mine in rows):  # the common case: all of it is in memory
         return Looked(len(hashes), (np.full(len(hashes), fastest, np.uint8),) * len(members))
-    in_hbm = [np.zeros(len(hashes), bool) for _ in members]
-    for pool in pools:
-        for member, found in zip(members, in_hbm, strict=True):
-            found |= present_in(pool, pool.index.find(member, hashes))
-    blocks = complete_prefix([present_in(state, mine) | found for mine, found in zip(rows, in_hbm, strict=True)], keeps)
+    present = [present_in(state, mine) for mine in rows]
+    in_hbm = [_in_pools(pools, member, hashes) for member in members] if pools else []
+    for here, there in zip(present, in_hbm, strict=False):
+        here |= there
+    blocks = complete_prefix(present, keeps)
     codes = []
-    for mine, found, keep in zip(rows, in_hbm, keeps, strict=True):
+    for which, (mine, keep) in enumerate(zip(rows, keeps, strict=True)):
         code = np.full(blocks, NOT_NEEDED, np.uint8)
         for tier in sorted(state.index.tiers, reverse=True):
             code[state.index.slot[tier][mine[:blocks]] > 0] = tier
-        code[found[:blocks]] = Tier.HBM
+        if in_hbm:
+            code[in_hbm[which][:blocks]] = Tier.HBM
         code[: keep.first_needed(blocks)] = NOT_NEEDED
         codes.append(code)
     return Looked(blocks, tuple(codes))

@@ -225,6 +225,7 @@ class Demoter:
         request = Acquire(session, run.lease, unpack_hashes(b"".join(run.hashes)), cache.state.now, run.namespace)
         answer = cache.acquire(request, cache.state.now) if session else None
         if answer is None or isinstance(answer, Refused) or not answer.expected:
+            cache.release(Release(session, run.lease))
             queue.queued -= len(run.hashes)
             self._drop(len(run.hashes))
             return

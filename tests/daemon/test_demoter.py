@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import cast
 
 import numpy as np
+import pytest
 
 from kvstore.cache.core import Cache
 from kvstore.cache.invariants import violations
-from kvstore.cache.messages import Attach, Commit, NamespaceSpec, Release, Reserve, Reserved, TransferResult, unpack_hashes
+from kvstore.cache.messages import Abandon, Attach, Commit, NamespaceSpec, Release, Reserve, Reserved, TransferResult, unpack_hashes
 from kvstore.cache.state import CacheSizes
 from kvstore.daemon import demoter as module
 from kvstore.daemon.demoter import DemoteJob, Demoter
@@ -51,32 +53,55 @@ class Rig:
             for session in (USER, OWN):
                 cache.attach(Attach(session, "t", own=True), self.now)
 
-    def commit(self, seed: int, blocks: int, cache: Cache | None = None, keep: bool = False) -> bytes:
-        """Commit a chain, in the pool or elsewhere."""
-        cache = cache or self.hbm
-        hashes = block_hashes(ROOT, [seed * 1000 + at for at in range(blocks)], 1)
+    def name(self, seed: int, blocks: int) -> bytes:
+        """The packed hashes of a chain."""
+        return block_hashes(ROOT, [seed * 1000 + at for at in range(blocks)], 1)
+
+    def try_commit(self, seed: int, blocks: int, cache: Cache) -> int:
+        """Commit as much of a chain as there is room for, and keep it leased; how many blocks there was room for."""
         reserved = cache.reserve(Reserve(USER, seed, 1, count=blocks))
         assert isinstance(reserved, Reserved)
-        assert len(reserved.units) == blocks
-        cache.commit(Commit(USER, seed, 1, reserved.units, reserved.generations, unpack_hashes(hashes), unpack_hashes(ROOT)))
-        if not keep:
-            cache.release(Release(USER, seed))
-        self.pools.settle()
-        return hashes
+        hashes = unpack_hashes(self.name(seed, blocks))[: len(reserved.units)]
+        if len(hashes):
+            cache.commit(Commit(USER, seed, 1, reserved.units, reserved.generations, hashes, unpack_hashes(ROOT)))
+        cache.abandon(Abandon(USER, seed))
+        return len(hashes)
 
-    def step(self, result: Moved = GOOD, after_s: float = 0.0) -> list[DemoteJob]:
-        """The copies that begin now, made at once with this result."""
-        self.now += after_s
+    def commit(self, seed: int, blocks: int, cache: Cache | None = None) -> bytes:
+        """Commit a chain, in the pool or elsewhere, and hold nothing."""
+        assert self.try_commit(seed, blocks, cache or self.hbm) == blocks
+        self.release(seed)
+        self.pools.settle()
+        return self.name(seed, blocks)
+
+    def release(self, seed: int) -> None:
+        """End the leases on a chain."""
+        for cache in (self.dram, self.hbm):
+            cache.release(Release(USER, seed))
+
+    def begin(self) -> list[DemoteJob]:
+        """The copies that begin now."""
         self.pools.settle()
         jobs = self.demoter.next_jobs(self.now)
         while self.pools.settle():
             jobs += self.demoter.next_jobs(self.now)
+        return jobs
+
+    def step(self, result: Moved = GOOD, after_s: float = 0.0) -> list[DemoteJob]:
+        """The copies that begin now, made at once with this result."""
+        self.now += after_s
+        jobs = self.begin()
         for job in jobs:
             self.demoter.finished(job, [result] * len(job.items), self.now)
-        for cache in (self.dram, self.hbm):
-            cache.drain()
-            assert violations(cache.state) == []
+        self.look()
         return jobs
+
+    def look(self) -> None:
+        """Every rule holds in both caches."""
+        self.pools.settle()
+        self.dram.drain()
+        for cache in (self.dram, self.hbm):
+            assert violations(cache.state) == []
 
     def run(self) -> None:
         """Until nothing begins any more."""
@@ -183,6 +208,42 @@ def test_when_the_gpu_is_lost_nothing_more_is_copied_and_nothing_is_held() -> No
     assert rig.demoter.idle
     assert rig.hbm.stats().sessions[1].held_bytes == 0
     assert rig.demoter.counts["dropped_from_hbm"] == POOL_BLOCKS
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_every_rule_holds_and_nothing_stays_held(seed: int) -> None:
+    chance = Random(seed)
+    rig = Rig(8 * chance.randint(1, DRAM_BLOCKS // 16))
+    out: list[DemoteJob] = []
+    for _ in range(60):
+        match chance.randrange(9):
+            case 0 | 1 | 2:
+                rig.try_commit(chance.randrange(1, 6), chance.randint(1, 20), rig.dram if chance.random() < 0.3 else rig.hbm)
+            case 3:
+                rig.release(chance.randrange(1, 6))
+            case 4:
+                hashes = unpack_hashes(rig.name(chance.randrange(1, 6), 20))
+                rig.hbm.forget(1, hashes[chance.randrange(20) :][:1])
+            case 5 if chance.random() < 0.2:
+                rig.hbm.clear(1, (1,))
+                rig.dram.clear(1, (1,))
+            case 6 | 7 if out:
+                job = out.pop(chance.randrange(len(out)))
+                rig.demoter.finished(job, [chance.choice((GOOD, GOOD, GOOD, BAD)) for _ in job.items], rig.now)
+            case _:
+                rig.now += chance.choice((0.0, module.RETRY_S))
+                out += rig.begin()
+        rig.look()
+    for job in out:
+        rig.demoter.finished(job, [GOOD] * len(job.items), rig.now)
+    for chain in range(1, 6):
+        rig.release(chain)
+    for _ in range(3 * module.MAX_TRIES):
+        rig.step(after_s=module.RETRY_S)
+    assert rig.demoter.idle
+    for cache in (rig.hbm, rig.dram):
+        own = cache.stats().sessions[1]
+        assert (own.held_bytes, own.leases, own.reserved_slots) == (0, 0, 0)
 
 
 def test_a_namespace_too_large_for_a_pool_lives_in_dram_alone() -> None:
