@@ -65,6 +65,11 @@ class ImportedPool:
             raise InvalidArgument(f"{size_bytes} bytes at {offset_bytes} are not in a pool of {self.size_bytes}")
         return DeviceBytes(self, self.address + offset_bytes, size_bytes)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is mapped."""
+        return self._open
+
     def owner_ended(self) -> None:
         """The daemon is gone: memory that went with it is closed, memory that did not stays."""
         if not self.outlives_owner:

@@ -25,7 +25,7 @@ from kvstore.worker.beams import BeamSearch
 from kvstore.worker.branch import Branch, Completion, Job, Timings
 from kvstore.worker.costs import Costs
 from kvstore.worker.forward import forward
-from kvstore.worker.gpu.device import Gpu
+from kvstore.worker.gpu.device import Gpu, MemoryLost
 from kvstore.worker.lives import Lives, nobody, sequence_of
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
@@ -101,14 +101,10 @@ class Engine:
         for branch in self._admission.look(self._lives.running, now):
             self._lives.running.append(branch)
             self._lives.begin(branch, now)
-        parts = self._with_slots(share(self._lives.running, self.options.rules), now)
-        if parts:
-            self._compute(parts)
-        elif under_way := self._admission.under_way():
-            wait(under_way, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
-            self._stood_s += time.monotonic() - now
-        else:
-            self._stand_still()
+        try:
+            self._advance(now)
+        except MemoryLost:
+            self._begin_again()
         busy = bool(self._lives.running or self._admission.waiting)
         if not busy:
             self._cache.pool.give_back()
@@ -186,6 +182,23 @@ class Engine:
         self._cache.close()
 
     # ----
+
+    def _advance(self, now: float) -> None:
+        parts = self._with_slots(share(self._lives.running, self.options.rules), now)
+        if parts:
+            self._compute(parts)
+        elif under_way := self._admission.under_way():
+            wait(under_way, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
+            self._stood_s += time.monotonic() - now
+        else:
+            self._stand_still()
+
+    def _begin_again(self) -> None:
+        """Blocks of those that run went with a daemon: all of them are stopped, and come back with what the store has then."""
+        self._cache.pool.give_back()
+        for branch in list(self._lives.running):
+            if branch.sequence is not None:
+                self._lives.preempt(branch)
 
     def _with_slots(self, parts: list[tuple[Branch, int]], now: float) -> list[tuple[Branch, int]]:
         """The parts for whose tokens there are slots, after others have given way where there were none."""

@@ -29,7 +29,7 @@ from kvstore.worker.gpu.running import GpuRunner
 from kvstore.worker.native import native_for
 from kvstore.worker.pool import Place, Pool, slots_of
 from kvstore.worker.pulls import Pulled, Pulls
-from kvstore.worker.rows import CPU, BlockTable, RowLayout, Scratch
+from kvstore.worker.rows import CPU, ArenaRows, BlockTable, RowLayout, Scratch
 from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S
 
 REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
@@ -99,8 +99,12 @@ class PagedCache:
         spans = [Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
         return Step(spans, self.scratch, self.native, self._arrive([sequence for sequence, _ in parts]))
 
-    def copied(self) -> None:
-        """A block was copied: whoever is given the original back next may write to it."""
+    def copy_block(self, place: Place, arena: ArenaRows, unit: int) -> None:
+        """Make the block at a place equal to another one. It is done then: whoever is given the original back next may write to it."""
+        if self.gpu is not None:
+            self.gpu.views.require(arena.memory)
+            self.gpu.views.require(place.arena.memory)
+        place.arena.copy_block(place.unit, arena, unit)
         if self.gpu is not None:
             self.gpu.settle()
 
@@ -221,8 +225,7 @@ class PagedSequence:
         """Go on after the first tokens of a stored block, in a copy of it; without them where there is no slot for one."""
         with contextlib.suppress(ResourceExhausted):
             place = self._places(1)[0]
-            place.arena.copy_block(place.unit, pulled.arena, tail.unit)
-            self._cache.copied()
+            self._cache.copy_block(place, pulled.arena, tail.unit)
             self._add(place)
             self.computed += tail.tokens
             self.hit_tokens += tail.tokens
@@ -257,7 +260,11 @@ class PagedSequence:
         if self._holds[-1].users > 1:
             self._holds.append(Hold(self._cache.pulls.new_lease()))
         if copies:
-            self._copy_tail(places[0])
+            try:
+                self._copy_tail(places[0])
+            except EnvironmentFault:
+                self._holds[-1].places.extend(places)  # they go with the sequence
+                raise
         for place in places[copies:]:
             self._add(place)
         self._cache.pool.prepare()
@@ -312,9 +319,9 @@ class PagedSequence:
 
     def _copy_tail(self, place: Place) -> None:
         """Go on in a copy of the last block."""
-        _, shared = self._own.pop()
-        place.arena.copy_block(place.unit, shared.arena, shared.unit)
-        self._cache.copied()
+        _, shared = self._own[-1]
+        self._cache.copy_block(place, shared.arena, shared.unit)
+        self._own.pop()
         self.table.pop()
         self._cache.lost([(shared.arena.address, shared.unit)])
         self._add(place)

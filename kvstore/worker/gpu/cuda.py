@@ -17,7 +17,7 @@ from kvstore.errors import ConfigError
 from kvstore.kernels.cuda import CudaBackend
 from kvstore.kernels.driver import CudaDriver, LibCuda
 from kvstore.kernels.variants import Variant
-from kvstore.worker.gpu.device import Graph
+from kvstore.worker.gpu.device import Graph, Views
 
 WARM_UPS = 2  # passes before a capture, as torch asks: libraries take their workspaces in the first
 
@@ -47,6 +47,7 @@ class CudaGpu:
         self.number, self.device = number, torch.device("cuda", number)
         self.backend = TorchBackend(self.device)
         self.driver: CudaDriver = LibCuda()
+        self.views = Views()
 
     def prepare(self, variants: list[Variant]) -> None:
         """See `Gpu`."""
@@ -54,7 +55,7 @@ class CudaGpu:
 
     def view(self, pool: ImportedPool) -> Tensor:
         """See `Gpu`."""
-        return torch.as_tensor(pool.view(0, pool.size_bytes), device=self.device)
+        return self.views.add(torch.as_tensor(pool.view(0, pool.size_bytes), device=self.device), pool)
 
     def stream(self) -> int:
         """See `Gpu`."""

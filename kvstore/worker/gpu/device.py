@@ -10,9 +10,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstore.clients.hbm import ImportedPool
+from kvstore.errors import Unavailable
 from kvstore.kernels.backend import Backend
 from kvstore.kernels.driver import CudaDriver
 from kvstore.kernels.variants import Variant
+
+
+class MemoryLost(Unavailable):
+    """Blocks lay in memory that went with the daemon (a pool that is shared by plain CUDA IPC): what ran on them is to begin again."""
+
+
+class Views:
+    """Which mapped pools are seen as tensors. One thread adds, any asks."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, ImportedPool]] = []
+
+    def add(self, memory: Tensor, pool: ImportedPool) -> Tensor:
+        """This is how a pool is seen."""
+        self._seen.append((memory, pool))  # one for each run of the daemon
+        return memory
+
+    def require(self, memory: Any) -> None:
+        """Raises MemoryLost where this was a view of a pool that is mapped no more."""
+        for tensor, pool in self._seen:
+            if tensor is memory and not pool.is_open:
+                raise MemoryLost("the daemon's GPU memory went with it, and blocks in it")
 
 
 class Graph(Protocol):
@@ -43,6 +66,10 @@ class Gpu(Protocol):
     @property
     def backend(self) -> Backend:
         """For the kernels, on the stream that torch computes on."""
+
+    @property
+    def views(self) -> Views:
+        """The pools that `view` was given."""
 
     def prepare(self, variants: list[Variant]) -> None:
         """Have these kernels ready: a capture cannot compile."""

@@ -59,13 +59,14 @@ class DecodeGraphs:
         self._graphs: OrderedDict[Size, _Recorded] = OrderedDict()  # the one used last is the last
 
     def run(self, model: Model, spans: Sequence[Span], tokens: Sequence[int], positions: Sequence[int], mapped: ArenaRows) -> Tensor | None:
-        """Logits [row, vocab] of a step of single new tokens, on the device; None where no graph can do it.
+        """Logits [row, vocab] of a step of single new tokens, on the device; None where no graph can do it. Raises MemoryLost.
 
         mapped   the store's arena as it is mapped now: blocks that lie elsewhere are left to who calls
         """
         arena = alike([(span.table, span.start) for span in spans])
         if self.why_off or arena is not mapped or not all(span.is_row for span in spans):
             return None
+        self._gpu.views.require(mapped.memory)
         if arena is not self._arena:
             self.drop()
             self._arena = arena

@@ -66,8 +66,10 @@ class GpuKernels:
         self.gpu, self.layout = gpu, layout
 
     def step(self, q_heads: int, parts: Sequence[Part], rows: Sequence[Part]) -> KernelStep:
-        """See `Kernels`. Blocks in more arenas than a table can name are left to torch."""
+        """See `Kernels`. Blocks in more arenas than a table can name are left to torch. Raises MemoryLost."""
         arenas = {id(run.arena): run.arena for part in parts for run in part.table.runs if run.units}
+        for arena in arenas.values():
+            self.gpu.views.require(arena.memory)
         if len(arenas) > ARENAS:
             return ByTorch(parts)
         every = self._places(list(arenas.values()), parts)

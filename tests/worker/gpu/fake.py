@@ -24,6 +24,7 @@ from kvstore.kernels.host import HostBackend, build
 from kvstore.kernels.variants import Variant, all_variants
 from kvstore.testing.fake_cuda import FakeCuda
 from kvstore.testing.fake_cuda_parts import Violation
+from kvstore.worker.gpu.device import Views
 
 BUILT = Path(__file__).resolve().parent.parent.parent.parent / "build" / "kernels"
 # Arguments that a step makes anew: a capture's own memory on a GPU. All others are recorded as they are.
@@ -47,6 +48,7 @@ class FakeGpu:
         self.driver = driver or FakeCuda()
         self.backend = CheckedBackend(library(), self.driver)
         self.captures = self.replays = 0
+        self.views = Views()
         self._stream, self._event = self.driver.stream(0), self.driver.event(0)
 
     @property
@@ -61,7 +63,7 @@ class FakeGpu:
         return _bytes_at(self.driver.allocate(0, size_bytes), size_bytes)
 
     def view(self, pool: ImportedPool) -> Tensor:
-        return _bytes_at(pool.address, pool.size_bytes)
+        return self.views.add(_bytes_at(pool.address, pool.size_bytes), pool)
 
     def stream(self) -> int:
         return self._stream

@@ -17,7 +17,7 @@ from kvstore.worker.gpu.opening import open_in_pool
 from kvstore.worker.gpu.store import Lifted
 from kvstore.worker.opening import Portion
 from kvstore.worker.requests import Finish, Request
-from tests.worker.gpu.check import WAIT_S, blocks_in, wait_until
+from tests.worker.gpu.check import POOL_BYTES, WAIT_S, blocks_in, wait_until
 from tests.worker.gpu.child import FLUSH_S
 from tests.worker.gpu.fake import FakeGpu
 from tests.worker.gpu.models import load
@@ -30,7 +30,7 @@ MODEL = "gpu-llama"
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[GpuDaemon]:
     """One with a pool of 128 blocks."""
-    with GpuDaemon(hbm="2MiB", nvme=False) as made:
+    with GpuDaemon(hbm=POOL_BYTES, nvme=False) as made:
         yield made
 
 
@@ -202,3 +202,26 @@ def test_a_daemon_killed_in_the_middle_changes_no_answer_and_is_used_again(daemo
     assert worker.make(tokens, 12) == (56, "")
     assert worker.gpu.captures > recorded, "graphs of the memory that went were recorded anew"
     assert sum("map of" in left for left in worker.gpu.driver.leaks()) == 1, "the earlier daemon's memory was not given back"
+
+
+def test_memory_that_goes_with_the_daemon_is_left_at_once_and_the_answer_computed_again(gpu: FakeGpu) -> None:
+    """Where a pool cannot be shared as a descriptor."""
+    with GpuDaemon(hbm=POOL_BYTES, nvme=False, descriptors=False) as daemon:
+        worker = Worker(daemon, gpu)
+        strikes: list[object] = []
+        pool = worker.store._mapping.imported
+        assert not pool.outlives_owner
+
+        def strike(*_: object) -> None:
+            if not strikes and len(worker.watched.committed) == 6:
+                strikes.append(daemon.restart())
+                wait_until(lambda: not pool.is_open)
+
+        worker.watched.on_commit = strike
+        tokens = prompt(30, seed=9)
+        done = worker.engine.generate_all([Request(tokens, 60, n=2)])[0]
+        assert [each.tokens for each in done] == [expected(worker.loaded, tokens, 60)] * 2
+        assert strikes
+        assert sum(each.preemptions for each in done)
+        wait_until(lambda: worker.make(tokens, 12) == (24, ""))
+        worker.close()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kvstore.worker import attention
 from kvstore.worker.forward import forward
 from kvstore.worker.gpu import kernels
-from kvstore.worker.gpu.device import Gpu
+from kvstore.worker.gpu.device import Gpu, Views
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.standalone import StandaloneStore
@@ -33,7 +33,7 @@ ADDRESS = 1 << 20  # of every tensor: none has memory
 class Imagined:
     """A GPU whose tensors have a place and a shape, and no numbers."""
 
-    number, device, backend = 0, THERE, None
+    number, device, backend, views = 0, THERE, None, Views()
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(THERE)
