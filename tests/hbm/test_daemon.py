@@ -12,9 +12,11 @@ from kvstore.clients.answers import Failed
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
 from kvstore.clients.pools import PoolTerms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.testing.fake_gpu_daemon import GpuDaemon
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern, right
 from tests.cases.figures import all_on_disk, eventually, tier
+from tests.daemon.stream import Stream
 from tests.hbm.user import GpuUser, UserProcess
 
 POOL_BLOCKS = 1024  # blocks of 16 KiB in 16 MiB
@@ -188,6 +190,51 @@ def test_slots_of_a_client_that_is_killed_are_free_again(daemon: GpuDaemon, clie
         doomed.kill()
         assert eventually(lambda: tier(client, "hbm:0").held_bytes == 0)
     assert tier(client, "hbm:0").class_bytes["live"] == 10 * GEOMETRY.slot_bytes
+
+
+def _hello(*terms: pb.PoolTerms, **more: object) -> pb.Hello:
+    return pb.Hello(client="by hand", maps_arena=True, pools=terms, **more)  # type: ignore[arg-type]
+
+
+GPU_0 = pb.PoolTerms(uuid="gpu-0")
+
+
+@pytest.mark.parametrize("named_again", [True, False])
+def test_a_resumed_session_has_what_the_old_one_held_in_a_pool(
+    daemon: GpuDaemon, client: KVClient, namespace: Namespace, named_again: bool
+) -> None:
+    held = 3 * GEOMETRY.slot_bytes
+    with Stream(daemon.address) as old:
+        welcome = old.attach(_hello(GPU_0))
+        old.ask(requests.reserve(1, namespace.id, count=3, pool=welcome.pools[0].pool))
+        old.cut()
+        assert eventually(lambda: any(each.session == welcome.session and each.ended for each in client.stats().sessions))
+        resume = {"resume_session": welcome.session, "resume_token": welcome.resume_token}
+        with Stream(daemon.address) as wrong:  # a refusal in one pool must leave the old holds where they are, in all
+            wrong.send(hello=_hello(pb.PoolTerms(uuid="gpu-0", guarantee_bytes=1 << 40), **resume))
+            assert wrong.receive().ended.code == "RESOURCE_EXHAUSTED"
+        assert tier(client, "hbm:0").held_bytes == held
+        with Stream(daemon.address) as again:
+            assert len(again.attach(_hello(*[GPU_0] * named_again, **resume)).pools) == named_again
+            old.unlock()
+            if named_again:
+                assert again.ask(requests.abandon(1, pool=1))[0].done.count == 3
+                assert tier(client, "hbm:0").held_bytes == 0
+    assert eventually(lambda: tier(client, "hbm:0").held_bytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("hello", "text"),
+    [
+        (pb.Hello(pools=[GPU_0]), "pools without maps_arena"),
+        (_hello(GPU_0, GPU_0), "names a GPU twice"),
+        (_hello(*(pb.PoolTerms(uuid=f"gpu-{number}") for number in range(100))), "100 GPUs in a Hello, the most is 64"),
+    ],
+)
+def test_a_hello_that_makes_no_sense_is_refused(daemon: GpuDaemon, hello: pb.Hello, text: str) -> None:
+    with Stream(daemon.address) as stream:
+        stream.send(hello=hello)
+        assert text in stream.receive().ended.text
 
 
 def test_stats_and_metrics_name_the_pools(daemon: GpuDaemon, client: KVClient) -> None:
