@@ -25,6 +25,7 @@ from kvstore.clients.lease import Lease
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.pools import PoolTerms
 from kvstore.clients.put import Put
+from kvstore.clients.quick import QuickLookups
 from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
@@ -52,6 +53,7 @@ class KVClient:
         self.place = target(address)
         self._channel = grpc.insecure_channel(self.place, OPTIONS)
         self._stub = KVStoreStub(self._channel)
+        self._quick = QuickLookups(self.place)
         self._hello = requests.hello(name, guarantee_bytes, limit_bytes)
         self._attaching = threading.Lock()
         self._link: Link | None = None
@@ -177,6 +179,7 @@ class KVClient:
             link, self._link, self._closed = self._link, None, True
         if link is not None:
             link.close()
+        self._quick.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -213,6 +216,8 @@ class KVClient:
                 return self._link_of(attached).take(op, timeout_s)
             case Pause(seconds):
                 return time.sleep(seconds)
+            case Call(request=pb.LookupRequest() as asked) if (reply := self._quick.ask(asked, command.timeout_s)) is not None:
+                return reply
         try:
             match command:
                 case Call(method, request, timeout_s):

@@ -20,6 +20,7 @@ from kvstore.daemon import sockets, startup
 from kvstore.daemon.health_watch import HealthWatch
 from kvstore.daemon.logs import set_up
 from kvstore.daemon.metrics import Figures, Metrics
+from kvstore.daemon.quick import QuickLookups
 from kvstore.daemon.rpc import Edge
 from kvstore.daemon.service import Service
 from kvstore.daemon.startup import Parts
@@ -101,6 +102,7 @@ class Daemon:
         self._hub = parts.hub
         self._service = Service(parts.hub, parts.dram, settings, parts.remember, parts.health)
         self._metrics = Metrics(self._figures)
+        self._quick = QuickLookups(settings.listen, self._service.look, self._metrics)
         self._stop_metrics: Callable[[], None] | None = None
         self._metrics_place = ""
         self._health = health.aio.HealthServicer()
@@ -126,6 +128,7 @@ class Daemon:
         self._ticker = asyncio.create_task(self._tick())
         await self._touched()
         await self._health_watch.look()
+        await self._quick.start()
         await self._server.start()
 
     def readiness(self) -> str:
@@ -141,6 +144,7 @@ class Daemon:
         deadline = time.monotonic() + self._settings.shutdown_s
         await self._health.enter_graceful_shutdown()
         self._service.shut_down_streams()
+        self._quick.stop()
         await self._server.stop(GOODBYE_S)
         await self._finish_writes(deadline)
         if self._ticker is not None:

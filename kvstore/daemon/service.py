@@ -21,7 +21,7 @@ from kvstore.daemon import wire
 from kvstore.daemon.byte_calls import ByteCalls, in_time
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.namespaces import KnownNamespace
-from kvstore.daemon.rpc import tenant_of
+from kvstore.daemon.rpc import UNIX_TENANT, tenant_of
 from kvstore.daemon.streams import SessionLimits, SessionStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
@@ -104,6 +104,15 @@ class Service(KVStoreServicer):
         if isinstance(found, Refused):
             raise wire.refusal(found)
         return pb.LookupReply(epoch=self._hub.epoch, blocks=found.blocks, tiers=[tiers.tobytes() for tiers in found.tiers])
+
+    def look(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes:
+        """`Lookup` of one namespace for a caller on this machine: the tiers of the leading blocks that are here."""
+        self._check_epoch(epoch)
+        dram, *pools = self._hub.caches()
+        found = dram.lookup(UNIX_TENANT, namespace_id, "", wire.hashes_of(hashes), pools)
+        if isinstance(found, Refused):
+            raise wire.refusal(found)
+        return found.tiers[0][: found.blocks].tobytes()
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # noqa: N802
         namespace = self._namespace(request.epoch, request.namespace_id, context)
