@@ -43,7 +43,7 @@ EDGES = ("clients", "tiers", "kernels", "cli")
 ENTRY_POINTS = (
     r"kvstore\.cli\.\w+|kvstore\.bench\.[a-z]+|kvstore\.bench\.(peers|load)\.drive\w+|kvstore(\.\w+)*\.__main__|kvstore\.testing\.\w+|kvstore\.proto\.generate"
     r"|kvstore\.clients\.(client|aio|vllm|vllm_tier|sglang|transformers)|kvstore\.kernels\.(decode|copying|writing|host|cuda|cpu)"
-    r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)|kvstore\.worker\.(streaming|tails)"
+    r"|kvstore\.tiers\.(hbm|hbm_socket|pinned)|kvstore\.clients\.(hbm|promotion)|kvstore\.worker\.tails"
 )
 # A unit in a name: one of these words, or the plural of what is counted. In a comment: one, or what is counted and a colon.
 UNIT_WORDS = r"(?i)\b(bytes?|[kmgt]ib|s|ms|seconds?|minutes?|days?|bits?|tokens?|blocks?|slots?|units?|lines?|status|version|port|mode)\b"

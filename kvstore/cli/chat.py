@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="T", type=float, default=0.7, help="0: always the likeliest word (default %(default)s)")
     parser.add_argument("--seed", metavar="N", type=int, help="answers that can be repeated")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=512, help="tokens of one answer at most (default %(default)s)")
+    parser.add_argument(
+        "--window", metavar="N", type=int, default=0,
+        help="talk on without an end: the model sees the first tokens and the last N, and nothing comes from the store",
+    )  # fmt: skip
     parser.add_argument("--stats", action="store_true", help="after each answer: tokens that came from the store, and how long it took")
     here = parser.add_argument_group("without --url")
     here.add_argument("--model", metavar="FOLDER", type=Path, help="the model's folder (default: the bundled SmolLM2-135M-Instruct)")
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends; returns the exit status."""
-    wishes = Wishes(args.temperature, args.max_tokens, args.seed)
+    wishes = Wishes(args.temperature, args.max_tokens, args.seed, args.window)
     partner = over_http(args.url, wishes) if args.url else in_process(args.model, args.listen, wishes, _note)
     try:
         if sys.stdin.isatty():

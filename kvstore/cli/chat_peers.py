@@ -32,11 +32,12 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Wishes:
-    """How answers are to be made."""
+    """How answers are to be made. `window`: 0, or the conversation is a stream without an end (docs/models.md)."""
 
     temperature: float
     max_tokens: int
     seed: int | None = None
+    window: int = 0
 
 
 @dataclass
@@ -90,14 +91,16 @@ class _Local:
         from kvstore.worker.requests import Event, Request, Sampling
 
         texts, began_at, reply = self._built.texts, time.perf_counter(), Reply()
-        tokens = texts.encode_chat(messages)
-        room = texts.max_tokens - len(tokens)
+        wishes = self._wishes
+        tokens = texts.encode_chat(messages, endless=bool(wishes.window))
+        room = wishes.max_tokens if wishes.window else texts.max_tokens - len(tokens)
         if room < 1:
             raise InvalidArgument(f"the conversation has {len(tokens)} tokens, the model takes {texts.max_tokens}; /reset begins a new one")
         answer = Answer(texts, tokens, 1, Wanted())
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        sampling = Sampling(temperature=self._wishes.temperature, seed=self._wishes.seed)
-        ticket = self._built.serving.submit(Request(tokens, min(room, self._wishes.max_tokens), sampling=sampling), events.put)
+        sampling = Sampling(temperature=wishes.temperature, seed=wishes.seed)
+        request = Request(tokens, min(room, wishes.max_tokens), sampling=sampling, window=wishes.window)
+        ticket = self._built.serving.submit(request, events.put)
         try:
             while not answer.done:
                 delta = answer.take(events.get())
@@ -133,7 +136,7 @@ class _Server:
         body = {
             "model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True},
             "temperature": wishes.temperature, "max_tokens": wishes.max_tokens,
-        } | ({} if wishes.seed is None else {"seed": wishes.seed})  # fmt: skip
+        } | ({} if wishes.seed is None else {"seed": wishes.seed}) | ({"window": wishes.window} if wishes.window else {})  # fmt: skip
         with self._opened("POST", "/v1/chat/completions", json.dumps(body).encode()) as answer:
             for piece in _events(answer):
                 if "error" in piece:

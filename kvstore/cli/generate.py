@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt (default: standard input)")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a file that holds the prompt")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="tokens to make at most (default 64)")
+    parser.add_argument(
+        "--window", metavar="N", type=int, default=0, help="a stream without an end: the model sees the first tokens and the last N"
+    )
     parser.add_argument("--model", metavar="FOLDER", type=Path, help="the model's folder (default: the bundled SmolLM2-135M-Instruct)")
     store = parser.add_mutually_exclusive_group()
     store.add_argument("--address", "--listen", metavar="SOCKET", help="the daemon's socket, or host:port (default: the usual socket)")
@@ -41,11 +44,14 @@ def run(args: argparse.Namespace) -> int:
         from kvstore.worker.engine import Engine
         from kvstore.worker.model import load_model
         from kvstore.worker.requests import Request
+        from kvstore.worker.streams import store_tokens
     except ModuleNotFoundError as error:
         raise ConfigError(f"the worker needs {error.name}; pip install 'kvstore[worker]'") from error
     loaded = load_model(args.model)
     tokens = loaded.encode(text)
     total = min(len(tokens) + max(args.max_tokens, 0), loaded.max_tokens)
+    if args.window:
+        total = store_tokens(args.window, loaded.geometry().block_tokens)
     if args.standalone:
         opened = opening.Opened(opening.open_alone(loaded, total), shared=False)
     else:
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvstore: {opened.why_alone}; going on without the store", file=sys.stderr)
     engine = Engine(loaded, opened.store)
     try:
-        done = engine.generate([Request(tokens, args.max_tokens)])[0]
+        done = engine.generate([Request(tokens, args.max_tokens, window=args.window)])[0]
     finally:
         engine.close()
         opened.store.close()

@@ -95,7 +95,9 @@ class Relay:
             values = json.loads(asked.body)
         except (ValueError, RecursionError):
             return None  # the worker says what is wrong with it
-        prompt = values.get("prompt") or values.get("messages") if isinstance(values, dict) else None
+        if not isinstance(values, dict) or values.get("window"):  # a stream's blocks are its own
+            return None
+        prompt = values.get("prompt") or values.get("messages")
         if prompt is None or len(json.dumps(prompt)) < self._limits.prefill_from_bytes:
             return None
         kept: Mapping[str, Any] = {name: value for name, value in values.items() if name not in DROPPED}

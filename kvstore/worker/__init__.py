@@ -10,6 +10,7 @@ a step that has nothing to compute but waits for a pull, under a deadline. A dec
     lives.py       branches begin, fork, are stopped, end            branch.py      one request, its branches     beams.py  beam search
     costs.py       what computing and loading take here              sampling.py    the next token
     paged.py       block tables that share, commit and copy          pool.py, pulls.py   slots ahead; leases of prefixes
+    streams.py, streaming.py, rotation.py   texts without an end      sequences.py    what a step knows of either kind
     forward.py     one pass of the model                             attention.py   attention over block tables   rows.py  a block as rows
     kinds.py, latent.py, scores.py   attention kinds: windows, MLA, sinks and caps
     model.py       loads a model, says its identity and geometry     bundled.py     the model that a package carries, converted

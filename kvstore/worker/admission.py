@@ -18,6 +18,7 @@ from kvstore.worker.costs import Costs
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.pulls import Pulled
 from kvstore.worker.scheduler import Room, Rules, order, slice_blocks
+from kvstore.worker.streams import Streams
 
 PULLS_AHEAD = 4  # waiting requests whose blocks are brought up before their turn
 
@@ -25,9 +26,9 @@ PULLS_AHEAD = 4  # waiting requests whose blocks are brought up before their tur
 class Admission:
     """`waiting` is in no order; `look` sorts it."""
 
-    def __init__(self, cache: PagedCache, rules: Rules, costs: Costs, room: Room) -> None:
+    def __init__(self, cache: PagedCache, rules: Rules, costs: Costs, room: Room, streams: Streams) -> None:
         self.waiting: list[Branch] = []
-        self._cache, self._rules, self._costs, self._room = cache, rules, costs, room
+        self._cache, self._rules, self._costs, self._room, self._streams = cache, rules, costs, room, streams
         self._size = cache.layout.tokens
 
     def look(self, running: Sequence[Branch], now: float) -> Iterator[Branch]:
@@ -38,7 +39,7 @@ class Admission:
             branch.hot_tokens = self._hot_tokens(branch)
         self.waiting = order(self.waiting, now, self._rules)
         self._pull(running, now)
-        yield from self._admit(running)
+        yield from self._admit(running, now)
 
     def under_way(self) -> list[Future[Pulled]]:
         """Pulls that are not done."""
@@ -71,7 +72,7 @@ class Admission:
         """Leading tokens that the store has: as its pull found, or else, where many wait, as far as this worker committed them itself."""
         if branch.pull is not None and branch.pull.done():
             return len(branch.pull.result().units) * self._size
-        if len(self.waiting) <= PULLS_AHEAD:
+        if len(self.waiting) <= PULLS_AHEAD or branch.is_stream:
             return branch.hot_tokens
         if branch.hashes is None:
             branch.hashes = block_hashes(branch.job.root, branch.job.request.tokens, self._size)
@@ -84,20 +85,21 @@ class Admission:
     def _pull(self, running: Sequence[Branch], now: float) -> None:
         """Begin the pulls of those that are next, as far as there is room for what they bring."""
         promised = self._promised(running)
-        for at, branch in enumerate(self.waiting[:PULLS_AHEAD]):
-            usable = usable_blocks(len(branch.tokens), self._size)
+        ahead = [each for each in self.waiting if self._may_begin(each, running)][:PULLS_AHEAD]
+        for at, branch in enumerate(ahead):
+            usable = self._streams.blocks(branch) if branch.is_stream else usable_blocks(len(branch.tokens), self._size)
             promised += usable
-            kept_free = self._kept_free(branch, [*running, *self.waiting[:at]])
+            kept_free = self._kept_free(branch, [*running, *ahead[:at]])
             first = not running and not at
             if promised + kept_free > self._room.blocks and not first:
                 break  # what becomes free is for this one
-            if branch.pull is None and branch.not_before <= now:
+            if branch.pull is None and branch.not_before <= now and not branch.is_stream:
                 tokens = branch.tokens
                 limit_s = min(self._costs.load_limit_s(usable * self._size), self._cache.acquire_timeout_s)
                 branch.pull = self._cache.pull(tokens, branch.job.root, limit_s)
                 self._cache.pool.prepare()
 
-    def _admit(self, running: Sequence[Branch]) -> Iterator[Branch]:
+    def _admit(self, running: Sequence[Branch], now: float) -> Iterator[Branch]:
         """Whoever is admitted is to be in `running` before the next one is opened: if that fails, none is lost."""
         seats = self._rules.running - sum(branch.seats for branch in running)
         to_come = _hashes_to_come(running)
@@ -105,21 +107,32 @@ class Admission:
         for branch in list(self.waiting):
             if branch.seats > seats:
                 break
-            if branch.pull is None:
+            if not self._may_begin(branch, running):
+                continue
+            if branch.is_stream:
+                if branch.not_before > now:
+                    break
+                new_blocks = self._streams.blocks(branch)
+            elif branch.pull is None:
                 break  # no room for it yet, or for those before it: nobody behind it takes what becomes free
-            if not branch.pull.done():
+            elif not branch.pull.done():
                 under_way += len(branch.tokens) // self._size + 1
                 continue
-            pulled = branch.pull.result()
-            if self._may_hit_more(branch, pulled, to_come):
+            elif self._may_hit_more(branch, branch.pull.result(), to_come):
                 continue
-            needed = self._promised(running) + under_way + self._new_blocks(branch, pulled) + self._kept_free(branch, running)
+            else:
+                new_blocks = self._new_blocks(branch, branch.pull.result())
+            needed = self._promised(running) + under_way + new_blocks + self._kept_free(branch, running)
             if running and needed > self._room.blocks:
                 break
             self._open(branch)
             seats -= branch.seats
             to_come |= _hashes_to_come([branch])
             yield branch
+
+    def _may_begin(self, branch: Branch, running: Sequence[Branch]) -> bool:
+        """False for a stream that has to wait for other streams' ends; those behind it need not."""
+        return not branch.is_stream or self._streams.fits(branch, running)
 
     def _promised(self, running: Sequence[Branch]) -> int:
         """Blocks that those that run hold, and those that they need for the tokens that are known."""
@@ -153,6 +166,10 @@ class Admission:
 
     def _open(self, branch: Branch) -> None:
         pull, branch.pull = branch.pull, None
+        if branch.is_stream:
+            branch.sequence = self._streams.open(branch)
+            self.waiting.remove(branch)
+            return
         branch.sequence = self._cache.open(branch.tokens, branch.job.root, pull)
         self.waiting.remove(branch)
         self._costs.loaded(branch.sequence.hit_tokens // self._size, branch.sequence.acquire_s)

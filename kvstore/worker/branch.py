@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvstore.errors import KVStoreError
 from kvstore.worker.beams import BeamSearch
-from kvstore.worker.paged import PagedSequence
 from kvstore.worker.pulls import Pulled
 from kvstore.worker.requests import Finish, Listener, Request
 from kvstore.worker.sampling import Sampler
+from kvstore.worker.sequences import AnySequence
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Branch:
     index: int
     sampler: Sampler
     completion: Completion = field(default_factory=Completion)
-    sequence: PagedSequence | None = None
+    sequence: AnySequence | None = None
     pull: Future[Pulled] | None = None
     hashes: bytes | None = None
     hot_tokens: int = 0
@@ -130,10 +130,21 @@ class Branch:
 
     @property
     def tokens_ready(self) -> int:
-        """How many of those may be computed now: the last one of a beam only together with its mates'."""
+        """How many of those may be computed now: the last one of a beam only together with its mates', of a stream not too many."""
         mates = self.mates
         last_waits = len(mates) > 1 and any(each.sequence is None or each.tokens_to_come > 1 for each in mates)
-        return self.tokens_to_come - last_waits
+        ready = self.tokens_to_come - last_waits
+        return min(ready, self.sequence.step_tokens) if self.sequence else ready
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it keeps only its first tokens and a window."""
+        return bool(self.job.request.window)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether it may be stopped for others' sake, and go on later."""
+        return self.sequence is None or self.sequence.may_stop
 
     @property
     def seats(self) -> int:

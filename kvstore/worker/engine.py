@@ -32,6 +32,7 @@ from kvstore.worker.paged import PagedCache
 from kvstore.worker.requests import Choice, Finish, Listener, Request, Sampling
 from kvstore.worker.sampling import Sampler, choose_all
 from kvstore.worker.scheduler import Room, Rules, gives_way, share
+from kvstore.worker.streams import Streams
 
 MAX_BATCH_SEQUENCES = 64  # of one call of `generate`
 BACKOFF_S = 0.05  # a sequence that got no slots though alone waits so long for others' workers to move on
@@ -68,7 +69,8 @@ class Engine:
         self._cache = PagedCache(store, native=self.options.native, gpu=self.options.gpu)
         self._costs = Costs(store.geometry.block_tokens)
         self._room = Room(len(store.arena) // store.geometry.slot_bytes)
-        self._admission = Admission(self._cache, self.options.rules, self._costs, self._room)
+        self._streams = Streams(loaded, self._cache, self._room.capacity_blocks)
+        self._admission = Admission(self._cache, self.options.rules, self._costs, self._room, self._streams)
         self._stood_s = 0.0
         self._lives = Lives(self._admission, loaded.eos)
 
@@ -138,7 +140,9 @@ class Engine:
         total, vocabulary = len(request.tokens) + request.max_tokens, int(self._loaded.model.config.vocab_size)
         if not len(request.tokens) or request.max_tokens < 1:
             raise InvalidArgument("a request needs at least one token in its prompt, and one to make")
-        if total > self._loaded.max_tokens:
+        if request.window:
+            self._streams.check(request)
+        elif total > self._loaded.max_tokens:
             raise LimitExceeded(f"{total} tokens of prompt and answer, the model takes {self._loaded.max_tokens}; shorten either")
         if min(request.tokens) < 0 or max(request.tokens) >= vocabulary:
             raise InvalidArgument(f"a token id is outside 0..{vocabulary - 1}; use the model's own tokenizer")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvstore.worker.attention import Step
 from kvstore.worker.model import LoadedModel
-from kvstore.worker.paged import PagedCache, PagedSequence
+from kvstore.worker.paged import PagedCache
+from kvstore.worker.sequences import AnySequence
 
 
 class Spent(Protocol):
@@ -21,7 +22,7 @@ class Spent(Protocol):
     compute_s: float
 
 
-def forward(loaded: LoadedModel, cache: PagedCache, parts: Sequence[tuple[PagedSequence, int]], spent: Spent) -> Tensor:
+def forward(loaded: LoadedModel, cache: PagedCache, parts: Sequence[tuple[AnySequence, int]], spent: Spent) -> Tensor:
     """Compute the next so many tokens of each sequence, for which `ensure` has found slots.
 
     Returns logits [known, vocab], of each sequence that has no token left to compute afterwards, in their order. Where none is, one row
@@ -30,7 +31,8 @@ def forward(loaded: LoadedModel, cache: PagedCache, parts: Sequence[tuple[PagedS
     began_at = time.perf_counter()
     step = cache.step(parts)
     tokens = [token for each, count in parts for token in each.tokens[each.computed : each.computed + count]]
-    positions = [place for each, count in parts for place in range(each.computed, each.computed + count)]
+    places = [(each, place) for each, count in parts for place in range(each.computed, each.computed + count)]
+    positions = [0 if each.unrotated else place for each, place in places]
     known = [
         span.at + count - 1
         for span, (each, count) in zip(step.spans, parts, strict=True)

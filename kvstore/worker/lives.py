@@ -14,8 +14,8 @@ from kvstore.errors import InternalFault, KVStoreError
 from kvstore.worker.admission import Admission
 from kvstore.worker.beams import BeamSearch
 from kvstore.worker.branch import Branch, Job
-from kvstore.worker.paged import PagedSequence
 from kvstore.worker.requests import Choice, Ended, Event, Finish, Made, Started
+from kvstore.worker.sequences import AnySequence
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Lives:
             self.cancel(branch.job)
 
 
-def sequence_of(branch: Branch) -> PagedSequence:
+def sequence_of(branch: Branch) -> AnySequence:
     """That of a branch that runs."""
     if branch.sequence is None:
         raise InternalFault("a branch that does not run was to be computed; report this")

@@ -12,6 +12,7 @@ A fork shares all blocks of its origin, by reference count; the block that eithe
 
 import contextlib
 import itertools
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from kvstore.worker.pool import Place, Pool, slots_of
 from kvstore.worker.pulls import Pulled, Pulls
 from kvstore.worker.rows import CPU, ArenaRows, BlockTable, RowLayout, Scratch
 from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S
+from kvstore.worker.sequences import AnySequence
 
 REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
 
@@ -65,7 +67,7 @@ class PagedCache:
         self.pulls = Pulls(store, self.pool)
         self.committed: OrderedDict[bytes, None] = OrderedDict()  # bounded by REMEMBERED_BLOCKS; the newest last
         self._uses: Counter[tuple[int, int]] = Counter()  # by (arena's address, unit): how many tables have the block
-        self._open: set[PagedSequence] = set()
+        self._open: set[AnySequence] = set()
 
     @property
     def held_blocks(self) -> int:
@@ -93,10 +95,10 @@ class PagedCache:
             sequence.take_tail(pulled, pulled.tail)
         return sequence
 
-    def step(self, parts: Sequence[tuple["PagedSequence", int]]) -> Step:
+    def step(self, parts: Sequence[tuple[AnySequence, int]]) -> Step:
         """One forward pass that computes the next so many tokens of each sequence; `ensure` has found their slots."""
         ends = itertools.accumulate(count for _, count in parts)
-        spans = [Span(sequence.table, sequence.computed, count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
+        spans = [sequence.span(count, end - count) for (sequence, count), end in zip(parts, ends, strict=True)]
         return Step(spans, self.scratch, self.native, self._arrive([sequence for sequence, _ in parts]))
 
     def copy_block(self, place: Place, arena: ArenaRows, unit: int) -> None:
@@ -136,10 +138,21 @@ class PagedCache:
         while len(self.committed) > REMEMBERED_BLOCKS:
             self.committed.popitem(last=False)
 
-    def opened(self, sequence: "PagedSequence") -> None:
+    def places(self, count: int, fault: EnvironmentFault | None) -> list[Place]:
+        """From the store, or from this process's memory once the store is gone, as a sequence's `fault` says it is."""
+        if fault is None:
+            try:
+                return self.pool.take(count)
+            except ResourceExhausted:
+                raise
+            except EnvironmentFault as error:
+                self.store_is_away(error)
+        return self.pool.take_private(count)
+
+    def opened(self, sequence: AnySequence) -> None:
         """A sequence has its first blocks."""
         self._open.add(sequence)
-        self._uses.update(sequence.table.addresses())
+        self._uses.update(sequence.addresses())
 
     def added(self, place: Place) -> None:
         """A table has a block more."""
@@ -152,11 +165,11 @@ class PagedCache:
             if not self._uses[block]:
                 del self._uses[block]
 
-    def forget(self, sequence: "PagedSequence") -> None:
+    def forget(self, sequence: AnySequence) -> None:
         """A sequence has closed."""
         if sequence in self._open:
             self._open.discard(sequence)
-            self.lost(sequence.table.addresses())
+            self.lost(sequence.addresses())
 
     def close(self) -> None:
         """Close every sequence and wait for the pulls and reservations on their way. Idempotent."""
@@ -167,7 +180,7 @@ class PagedCache:
         if self.runner is not None:
             self.runner.close()
 
-    def _arrive(self, sequences: Sequence["PagedSequence"]) -> Callable[[int], None] | None:
+    def _arrive(self, sequences: Sequence[AnySequence]) -> Callable[[int], None] | None:
         """What is to be called with each layer of a step; None where nothing of these sequences is on its way."""
         arrivals = {arrival for each in sequences if (arrival := each.arrival) is not None and not arrival.done()}
         gpu = self.gpu
@@ -182,12 +195,9 @@ class PagedCache:
 
 
 class PagedSequence:
-    """One sequence: its tokens, where their KV lies, and what it holds of the store.
+    """One sequence: its tokens, where their KV lies, and what it holds of the store. See `sequences.AnySequence`."""
 
-    tokens      the prompt and what was added since        computed    how many of them have their KV in slots
-    hit_tokens  how many of those came from the store      fault       what kept the store from being used, if anything did
-    arrival     blocks of those that may still be on their way
-    """
+    unrotated, may_stop, step_tokens = False, True, sys.maxsize
 
     def __init__(self, cache: PagedCache, tokens: Sequence[int], pulled: Pulled, origin: "PagedSequence | None" = None) -> None:
         self.tokens = list(tokens)
@@ -224,7 +234,7 @@ class PagedSequence:
     def take_tail(self, pulled: Pulled, tail: Tail) -> None:
         """Go on after the first tokens of a stored block, in a copy of it; without them where there is no slot for one."""
         with contextlib.suppress(ResourceExhausted):
-            place = self._places(1)[0]
+            place = self._cache.places(1, self.fault)[0]
             self._cache.copy_block(place, pulled.arena, tail.unit)
             self._add(place)
             self.computed += tail.tokens
@@ -245,6 +255,14 @@ class PagedSequence:
         """The hashes of full blocks of its tokens that are not committed yet, as far as they are known."""
         return {bytes(self._hashes[at : at + HASH_BYTES]) for at in range(self._committed * HASH_BYTES, len(self._hashes), HASH_BYTES)}
 
+    def addresses(self) -> list[tuple[int, int]]:
+        """Its table's."""
+        return self.table.addresses()
+
+    def span(self, count: int, at: int) -> Span:
+        """Its part in a step."""
+        return Span(self.table, self.computed, count, at)
+
     def append(self, token: int) -> None:
         """Add a token, to be computed by a later step."""
         self.tokens.append(token)
@@ -256,7 +274,7 @@ class PagedSequence:
         if needed + copies <= 0:
             return
         began_at = time.perf_counter()
-        places = self._places(needed + copies)
+        places = self._cache.places(needed + copies, self.fault)
         if self._holds[-1].users > 1:
             self._holds.append(Hold(self._cache.pulls.new_lease()))
         if copies:
@@ -294,17 +312,6 @@ class PagedSequence:
         self._cache.forget(self)
         for hold in self._holds:
             self._cache.let_go(hold)
-
-    def _places(self, count: int) -> list[Place]:
-        """From the store, or from this process's memory once the store is gone."""
-        if self.fault is None:
-            try:
-                return self._cache.pool.take(count)
-            except ResourceExhausted:
-                raise
-            except EnvironmentFault as error:
-                self._cache.store_is_away(error)
-        return self._cache.pool.take_private(count)
 
     def _add(self, place: Place) -> None:
         hold = self._holds[-1]

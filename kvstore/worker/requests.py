@@ -13,6 +13,8 @@ from typing import Protocol
 
 from kvstore.errors import KVStoreError
 
+DEFAULT_SINKS = 4  # tokens: what StreamingLLM keeps of a text's beginning
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -44,6 +46,8 @@ class Request:
     beams        0: none. Else the `n` likeliest texts of a beam search of this width; their tokens come all at the end
     priority     a higher one goes first
     ignore_eos   go on to `max_tokens` whatever the model says
+    window       0: every token attends to all before it, and the text is as long as the model takes. Else a stream without an end
+                 (streaming.py): a token attends to the first `sinks` tokens and to the last `window`; nothing goes into the store
     """
 
     tokens: Sequence[int]
@@ -54,6 +58,8 @@ class Request:
     beams: int = 0
     priority: int = 0
     ignore_eos: bool = False
+    window: int = 0
+    sinks: int = DEFAULT_SINKS
 
 
 class Finish(StrEnum):

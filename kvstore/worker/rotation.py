@@ -16,6 +16,8 @@ from kvstore.errors import InvalidArgument
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # every layer rotates, all alike, by apply_rotary_pos_emb
 _LIKE = 1e-4  # of numbers around 1: how closely two rotations must agree in fp32, at positions up to some hundreds
 
+Angles = tuple[Tensor, Tensor]  # cosines and sines, [1, token, dim]
+
 
 class Rotation:
     """A model's rotation of queries and keys. Raises InvalidArgument for a model whose rotation cannot be put off."""
@@ -34,19 +36,20 @@ class Rotation:
         self._apply = cast(Any, sys.modules[type(base.layers[0].self_attn).__module__]).apply_rotary_pos_emb
         self._check(base.layers[0].self_attn.head_dim)
 
-    def rotate(self, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Vectors [head, token, dim] as the forward pass made them at position 0, rotated to `positions` [token]."""
-        cos, sin = self._embedding(vectors, positions[None])
-        return self._turn(vectors, cos / self._scaling, sin / self._scaling)
+    def angles(self, like: Tensor, positions: Tensor) -> Angles:
+        """What turns vectors of the type of `like` to `positions` [token]."""
+        cos, sin = self._embedding(like, positions[None])
+        return cos / self._scaling, sin / self._scaling
 
-    def _turn(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, _ = self._apply(vectors[None], vectors[None, :1], cos, sin)
+    def turn(self, vectors: Tensor, angles: Angles) -> Tensor:
+        """Vectors [head, token, dim] as the forward pass made them at position 0, turned."""
+        turned, _ = self._apply(vectors[None], vectors[None, :1], *angles)
         return cast(Tensor, turned[0])
 
     def _check(self, dim: int) -> None:
         """That turning from 0 on is turning at once, and that position 0 turns nothing."""
         vectors, positions = torch.linspace(-1, 1, 5 * dim).view(1, 5, dim), torch.tensor([0, 1, 7, 100, 300])
-        at_once = self._turn(vectors, *self._embedding(vectors, positions[None]))
-        at_zero = self._turn(vectors, *self._embedding(vectors, 0 * positions[None]))
-        if (self.rotate(at_zero, positions) - at_once).abs().max() > _LIKE:
+        at_once = self.turn(vectors, self._embedding(vectors, positions[None]))
+        at_zero = self.turn(vectors, self._embedding(vectors, 0 * positions[None]))
+        if (self.turn(at_zero, self.angles(at_zero, positions)) - at_once).abs().max() > _LIKE:
             raise InvalidArgument("the model's rotation is not one that can be put off until its keys are read; streams need such a one")

@@ -54,6 +54,10 @@ class Schedulable(Protocol):
     def tokens_ready(self) -> int:
         """How many of those may be computed now."""
 
+    @property
+    def may_stop(self) -> bool:
+        """Whether it may be stopped for others' sake."""
+
 
 S = TypeVar("S", bound=Schedulable)
 
@@ -97,8 +101,8 @@ def rank(each: Schedulable, rules: Rules) -> float:
 
 
 def gives_way(running: Iterable[S], needy: S, rules: Rules) -> S | None:
-    """Who is stopped so that `needy` gets slots: the last in rank, `needy` itself if it is; None if it is alone."""
-    others = list(running)
+    """Who is stopped so that `needy` gets slots: the last in rank that may be, `needy` itself if it is; None if there is no other."""
+    others = [each for each in running if each.may_stop]
     if all(each is needy for each in others):
         return None
     return max([*others, needy], key=lambda each: rank(each, rules))

@@ -29,14 +29,14 @@ class Texts:
             self._given.encode("")  # sets truncation and padding, once: later calls of other threads then change nothing
         self.piece = functools.lru_cache(maxsize=_PIECES)(self._piece)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands, with what the model puts before every text.
+    def encode(self, text: str, *, endless: bool = False) -> list[int]:
+        """Token ids of a text as it stands, with what the model puts before every text. `endless`: it may be longer than the model takes.
 
         Raises InvalidArgument, and LimitExceeded for a text that is so long that the model cannot take it whatever its tokens are.
         """
-        return [int(token) for token in self._tokenizer.encode(self._checked(text))]
+        return [int(token) for token in self._tokenizer.encode(self._checked(text, endless))]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, endless: bool = False) -> list[int]:
         """Token ids of a conversation in the model's own template, up to where the next answer begins.
 
         messages  {"role", "content"} with content a text. Raises InvalidArgument where there is no template, or it refuses them;
@@ -49,7 +49,7 @@ class Texts:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidArgument(f"model {self.name}'s chat template does not take these messages: {error}") from error
-        return [int(token) for token in tokenizer.encode(self._checked(text), add_special_tokens=False)]
+        return [int(token) for token in tokenizer.encode(self._checked(text, endless), add_special_tokens=False)]
 
     def decoder(self, skip_special: bool = True) -> Callable[[Sequence[int]], str]:
         """The function that turns tokens into text, with or without special tokens. Without a tokenizer texts are empty."""
@@ -74,9 +74,9 @@ class Texts:
         bytes_of = _byte_letters()
         return bytes(bytes_of[letter] for letter in piece) if all(letter in bytes_of for letter in piece) else text.encode()
 
-    def _checked(self, text: str) -> str:
+    def _checked(self, text: str, endless: bool) -> str:
         """The text, where it can be one in UTF-8, and is worth the seconds that a tokenizer takes for a megabyte."""
-        if len(text) > self._most_letters > 0:
+        if len(text) > self._most_letters > 0 and not endless:
             raise LimitExceeded(f"the text has {len(text)} letters, the model takes {self.max_tokens} tokens; shorten it")
         try:
             text.encode()

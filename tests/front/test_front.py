@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from kvstore.cli.main import main
 from kvstore.testing.daemon import DaemonProcess
 from kvstore.worker.bundled import bundled_folder
 from kvstore.worker.model import load_model
@@ -190,6 +193,28 @@ def test_a_short_prompt_and_a_wrong_request_take_no_prefill(fleet: Fleet) -> Non
         fleet.client.completions.create(model="little", prompt="Hello", max_tokens=0)
     assert [model.id for model in fleet.client.models.list().data] == ["little"]
     assert fleet.figures().get(name, 0) == before
+
+
+def test_a_stream_is_computed_by_whom_it_is_made(fleet: Fleet) -> None:
+    name = 'kvstore_front_sent_total outcome="200" role="prefill"'
+    before = fleet.figures().get(name, 0)
+    assert fleet.ask(7, extra_body={"window": 64}).usage.prompt_tokens_details.cached_tokens == 0
+    assert fleet.figures().get(name, 0) == before
+
+
+def test_a_conversation_in_the_terminal_goes_through_the_front_door(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = 'kvstore_front_sent_total outcome="200" role="prefill"'
+    before = fleet.figures().get(name, 0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me about the sea. " * 30 + "\nAnd about its fish?\n/quit\n"))
+    assert main(["chat", "--url", fleet.url, "--temperature", "0", "--max-tokens", "6", "--stats"]) == 0
+    shown = capsys.readouterr()
+    first, second = [[int(count) for count in pair] for pair in re.findall(r"(\d+) of (\d+) prompt tokens", shown.err)]
+    assert [cached for cached, _ in (first, second)] == [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for _, tokens in (first, second)]
+    assert second[1] > first[1] > 8 * BLOCK_TOKENS, "the second turn has the first before it"
+    assert fleet.figures()[name] == before + 2
+    assert len(shown.out.splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,11 @@ WINDOWED = tuple(name for name, (_, facts) in KINDS.items() if "sliding_window" 
 
 
 @functools.cache
-def load(name: str) -> LoadedModel:
-    """The small model of this kind or family, the same one for all who ask."""
+def load(name: str, **more: Any) -> LoadedModel:
+    """The small model of this kind or family, with `more` in its config; the same one for all who ask."""
     torch.manual_seed(7)
     kind, facts = (KINDS | FAMILIES)[name]
-    config = getattr(transformers, kind)(**SMALL | facts)
+    config = getattr(transformers, kind)(**SMALL | facts | more)
     model = cast(Any, AutoModelForCausalLM).from_config(config).to(torch.float32)
     _enliven(model)
     identity = Identity(model=name, revision="seed 7", position=position_facts(config), dtype="float32")

@@ -48,6 +48,14 @@ def test_the_prompt_comes_from_a_file_or_standard_input(
 
 
 @pytest.mark.usefixtures("no_daemon")
+def test_a_stream_is_generated_past_its_window(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--standalone", "--prompt", PROMPT, "--max-tokens", "20", "--window", "8", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "Paris" in facts["text"]
+    assert facts["hit_tokens"] == 0
+
+
+@pytest.mark.usefixtures("no_daemon")
 def test_without_a_daemon_it_says_so_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", PROMPT, "--max-tokens", "2", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -17,6 +17,7 @@ class Fake:
     tokens_to_come: int = 1
     priority: int = 0
     hot_tokens: int = 0
+    may_stop: bool = True
 
     @property
     def tokens_ready(self) -> int:
@@ -77,6 +78,7 @@ def test_the_last_in_rank_gives_way_and_nobody_to_itself_alone() -> None:
     assert gives_way([old, young, urgent], young, rules) is young
     assert gives_way([old, urgent], old, rules) is old
     assert gives_way([old], old, rules) is None
+    assert gives_way([old, Fake(8.0, may_stop=False)], old, rules) is None
     late = Fake(9.0, priority=1)
     assert gives_way([old, late], old, rules) is late, "it came later than its priority is worth"
 

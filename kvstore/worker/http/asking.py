@@ -10,7 +10,7 @@ from kvstore.errors import InvalidArgument
 from kvstore.worker import sampling as sampler
 from kvstore.worker.http.faults import BadField
 from kvstore.worker.http.fields import Fields
-from kvstore.worker.requests import Sampling
+from kvstore.worker.requests import DEFAULT_SINKS, Sampling
 
 MAX_STOPS = 4  # stop strings: OpenAI's limit
 MAX_STOP_LETTERS = 1000  # letters: each token's text is compared with all beginnings of a stop string
@@ -41,7 +41,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. A chat has `messages`, a completion `prompts`; `max_tokens` None: as many as fit."""
+    """A request. A chat has `messages`, a completion `prompts`; `max_tokens` None: as many as fit; `window`: see `Request`."""
 
     model: str
     chat: bool
@@ -55,6 +55,8 @@ class Asked:
     salt: str = ""
     priority: int = 0
     ignore_eos: bool = False
+    window: int = 0
+    sinks: int = DEFAULT_SINKS
     skip_special: bool = True
     echo: bool = False
     stream: bool = False
@@ -118,16 +120,24 @@ def _common(fields: Fields, logprobs: int) -> Asked:
     fields.ignore(_IGNORED)
     fields.only_neutral(_NEUTRAL)
     beams = fields.integer("beams", 0, 0, MAX_BRANCHES) or 0
+    n = fields.integer("n", 1, 1, MAX_BRANCHES) or 1
+    window, sinks = fields.integer("window", 0, 0, _MOST) or 0, fields.integer("sinks", None, 1, _MOST)
+    if sinks is not None and not window:
+        raise BadField("sinks", "sinks needs window beside it")
+    if window and (beams or n > 1):
+        raise BadField("window", "a stream (window) has one continuation; leave out n and beams, or window")
     return Asked(
         model=model,
         chat=False,
         sampling=_sampling(fields, logprobs, beams),
-        n=fields.integer("n", 1, 1, MAX_BRANCHES) or 1,
+        n=n,
         beams=beams,
         stop=_stops(fields),
         salt=_salt(fields),
         priority=fields.integer("priority", 0, -_MOST_PRIORITY, _MOST_PRIORITY) or 0,
         ignore_eos=fields.flag("ignore_eos"),
+        window=window,
+        sinks=DEFAULT_SINKS if sinks is None else sinks,
         skip_special=fields.flag("skip_special_tokens", True),
         stream=stream,
         include_usage=include_usage,

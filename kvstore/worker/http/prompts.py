@@ -12,6 +12,8 @@ from kvstore.worker.http.faults import BadField, NoSuchModel, TooLong
 from kvstore.worker.requests import Request
 from kvstore.worker.texts import Texts
 
+ENDLESS_TOKENS = 2**31 - 1  # tokens: more than any stream ever makes
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -27,20 +29,20 @@ def prepare(asked: Asked, texts: Texts, name: str) -> list[Prepared]:
         raise NoSuchModel(f"model {asked.model[:200]!r} is not served here; use {name!r}")
     if asked.chat:
         with _blaming("messages"):
-            tokens = texts.encode_chat(asked.messages)
+            tokens = texts.encode_chat(asked.messages, endless=bool(asked.window))
         return [Prepared(_request(asked, tokens, texts, "messages"))]
     prepared = []
     for prompt in asked.prompts:
-        tokens = _tokens(prompt, texts)
+        tokens = _tokens(prompt, texts, endless=bool(asked.window))
         before = (prompt if isinstance(prompt, str) else texts.decoder(asked.skip_special)(prompt)) if asked.echo else ""
         prepared.append(Prepared(_request(asked, tokens, texts, "prompt"), before))
     return prepared
 
 
-def _tokens(prompt: Prompt, texts: Texts) -> list[int]:
+def _tokens(prompt: Prompt, texts: Texts, endless: bool) -> list[int]:
     if isinstance(prompt, str):
         with _blaming("prompt"):
-            return texts.encode(prompt)
+            return texts.encode(prompt, endless=endless)
     if prompt and not (min(prompt) >= 0 and max(prompt) < texts.vocabulary):
         raise BadField("prompt", f"prompt has a token id outside 0..{texts.vocabulary - 1}; use the model's own tokenizer")
     return prompt
@@ -60,7 +62,7 @@ def _blaming(param: str) -> Iterator[None]:
 def _request(asked: Asked, tokens: Sequence[int], texts: Texts, param: str) -> Request:
     if not tokens:
         raise BadField(param, f"{param} is empty; give at least one token")
-    room = texts.max_tokens - len(tokens)
+    room = ENDLESS_TOKENS if asked.window else texts.max_tokens - len(tokens)
     if room < (asked.max_tokens or 1):
         wanted = f" and {asked.max_tokens} to make" if asked.max_tokens else ""
         raise TooLong(param, f"{param} has {len(tokens)} tokens{wanted}, the model takes {texts.max_tokens} in all; shorten either")
@@ -73,4 +75,6 @@ def _request(asked: Asked, tokens: Sequence[int], texts: Texts, param: str) -> R
         beams=asked.beams,
         priority=asked.priority,
         ignore_eos=asked.ignore_eos,
+        window=asked.window,
+        sinks=asked.sinks,
     )

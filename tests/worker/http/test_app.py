@@ -172,9 +172,13 @@ def test_a_server_whose_engine_is_ill_is_not_healthy(own: Running) -> None:
 def test_a_real_engine_that_hangs_shows_in_health_and_metrics_until_it_goes_on(smol_texts: Texts, tiny: LoadedModel) -> None:
     serving = EngineThread(Engine(tiny, small_store(tiny)), stuck_s=0.05)
     go_on = threading.Event()
+
+    def hold(_: Engine) -> None:
+        go_on.wait(WAIT_S)
+
     with running(smol_texts, Settings(MODEL), Ending(deadline_s=WAIT_S), serving) as server:
         _until(lambda: raw(server, "GET", "/health")[0] == 200)
-        serving.ask(lambda engine: go_on.wait(WAIT_S))
+        serving.ask(hold)
         _until(lambda: raw(server, "GET", "/health")[0] == 503)
         assert b"the engine has been at one step for" in raw(server, "GET", "/health")[1]
         assert b"kvstore_engine_healthy 0.0" in raw(server, "GET", "/metrics")[1]

@@ -31,6 +31,7 @@ FOR_BOTH = [
     ("stream", 1), ("stream", "yes"), ("stream_options", {"include_usage": True}), ("stream_options", 5), ("cache_salt", 5),
     ("cache_salt", "\ud800"), ("priority", 2**40), ("priority", "high"), ("logit_bias", {"5": 1}), ("store", True),
     ("repetition_penalty", 1.1), ("ignore_eos", 1), ("beams", -1), ("beams", 129), ("nonsense", 1), ("x" * 5000, 1), ("\ud800", 1),
+    ("window", -1), ("sinks", 0), ("sinks", 4),
 ]  # fmt: skip
 FOR_COMPLETIONS = [
     ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", 1]), ("prompt", [1.5]), ("prompt", [True]), ("prompt", {}),
@@ -126,6 +127,20 @@ def test_beams_are_searched_without_sampling(smol_texts: Texts) -> None:
         with pytest.raises(BadField) as refused:
             asking.completion(COMPLETION | {"beams": 4} | wrong)
         assert refused.value.param == "beams"
+
+
+def test_a_stream_may_be_longer_than_the_model_takes(smol_texts: Texts) -> None:
+    prompt = [5] * (smol_texts.max_tokens + 9)
+    request = prepare(asking.completion(COMPLETION | {"prompt": prompt, "window": 64, "max_tokens": 10**6}), smol_texts, "m")[0].request
+    assert (request.tokens, request.window, request.sinks, request.max_tokens) == (prompt, 64, 4, 10**6)
+    long = CHAT | {"messages": [{"role": "user", "content": "word " * 10_000}]}
+    with pytest.raises(TooLong):
+        prepare(asking.chat(long), smol_texts, "m")
+    endless = prepare(asking.chat(long | {"window": 64, "sinks": 1}), smol_texts, "m")[0].request
+    assert (len(endless.tokens) > smol_texts.max_tokens, endless.sinks, endless.max_tokens) == (True, 1, 2**31 - 1)
+    for more in ({"n": 2}, {"beams": 2}):
+        with pytest.raises(BadField, match="one continuation"):
+            asking.completion(COMPLETION | {"window": 64} | more)
 
 
 def test_parts_of_a_message_are_one_text() -> None:

@@ -46,6 +46,7 @@ def test_a_conversation_grows_and_is_reset(
         for answer in ("Blue", "Green", "Red"):
             taken = scripted.engine.next()
             prompts.append(taken.texts.decoder(skip_special=True)(taken.request.tokens))
+            assert taken.request.window == 64
             taken.start(hit_tokens=16)
             taken.say(answer)
             taken.end()
@@ -53,7 +54,7 @@ def test_a_conversation_grows_and_is_reset(
 
     playing = pool.submit(engine)
     typed("one", "", "two", "/reset", "/nonsense", "three", "/quit", "never")
-    assert main(["chat", "--url", scripted.url, "--system", "Be brief.", "--stats", "--seed", "5"]) == 0
+    assert main(["chat", "--url", scripted.url, "--system", "Be brief.", "--stats", "--seed", "5", "--window", "64"]) == 0
     first, second, third = playing.result()
     assert all(prompt.startswith("system\nBe brief.\nuser\n") for prompt in (first, second, third))
     assert "user\none\nassistant\nBlue\nuser\ntwo\n" in second

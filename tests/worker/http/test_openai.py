@@ -102,6 +102,15 @@ def test_the_best_texts_of_a_beam_search_are_the_answer(client: Any) -> None:
     assert any("Paris" in text for text in texts)
 
 
+def test_a_stream_goes_on_past_its_window_and_takes_nothing_from_the_store(client: Any) -> None:
+    for _ in range(2):
+        more = {"window": 24, "sinks": 2, "ignore_eos": True}
+        done = client.completions.create(model=MODEL, prompt="The sea is " * 20, max_tokens=12, temperature=0, extra_body=more)
+        assert (done.usage.completion_tokens, done.usage.prompt_tokens_details.cached_tokens) == (12, 0)
+    with pytest.raises(openai.BadRequestError, match="the model takes"):
+        client.completions.create(model=MODEL, prompt="The sea is " * 20, extra_body={"window": 9000})
+
+
 def test_logprobs_are_those_of_the_text(client: Any) -> None:
     asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 4}
     choice = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
