@@ -16,15 +16,17 @@ from kvstore.geometry import UNIT_BYTES, Geometry
 from kvstore.kernels.arrays import Array, describe
 from kvstore.kernels.decode import Attention, paged_decode
 from kvstore.kernels.layout import ARENAS, SlotSpace, table_entries
-from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, Variant, decode_variant, reduce_variant
+from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, Variant, decode_variant, reduce_variant, write_variant
 from kvstore.kernels.writing import write_kv
 from kvstore.worker.gpu.device import Gpu
 from kvstore.worker.native import KernelStep, Part
 from kvstore.worker.rows import ArenaRows, BlockTable, RowLayout
 
+WIDEST_BYTES = 16  # bytes that a thread writes at once where all rows are multiples of it, as those of all served heads are
+
 
 def variants_for(geometry: Geometry, q_heads: int) -> list[Variant]:
-    """The decode kernels that a model needs. Raises GeometryError where there are none for it."""
+    """The kernels that a model needs. Raises GeometryError where there are none for it."""
     dtype, dim = geometry.dtype, geometry.key_dim
     if geometry.kind != "mha" or dim != geometry.value_dim or geometry.quant is not None or geometry.format != "kv1":
         raise GeometryError(
@@ -32,7 +34,7 @@ def variants_for(geometry: Geometry, q_heads: int) -> list[Variant]:
         )
     if dtype not in ELEMENTS or dim not in HEAD_DIMS:
         raise GeometryError(f"no decode kernel for {dtype} and heads of {dim}; serve this model with --device cpu")
-    return [decode_variant(dtype, dim, q_heads // geometry.kv_heads), reduce_variant(dtype, dim)]
+    return [decode_variant(dtype, dim, q_heads // geometry.kv_heads), reduce_variant(dtype, dim), write_variant(WIDEST_BYTES)]
 
 
 @dataclass(frozen=True)
