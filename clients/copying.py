@@ -14,9 +14,11 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.clients.arena import Bytes
+from kvstore.native.copy import copier
 
 PIECE_BYTES = 4 << 20  # bytes that a thread takes at a time
 ALONE_BYTES = 2 << 20  # bytes: less is copied before another thread has woken up
+CACHED_BYTES = 4 << 20  # bytes: more would not be found in the caches anyway, so it is copied past them
 MOST_THREADS = 4  # copying at once, the caller among them: more do not go faster on the machines that were measured
 
 Buffer = bytes | bytearray | memoryview | Bytes
@@ -57,9 +59,10 @@ def copy_blocks(targets: Sequence[int], sources: Sequence[int], size_bytes: int,
         while (mine := next(turn)) < len(pieces):
             for which, start, stop in pieces[mine]:
                 warm(which, start, stop)
-                ctypes.memmove(targets[which] + start, sources[which] + start, stop - start)  # lets other threads run
+                copy(targets[which] + start, sources[which] + start, stop - start)  # lets other threads run
 
     total_bytes = size_bytes * len(targets)
+    copy = copier() if total_bytes > CACHED_BYTES else ctypes.memmove
     helpers = min(len(pieces), MOST_THREADS, len(os.sched_getaffinity(0))) - 1 if total_bytes > ALONE_BYTES else 0
     waiting = _also(work, helpers)
     try:

@@ -25,7 +25,7 @@ MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck", "worker.gpu", "clients.vllm_device"),  # these pin their maps of the arena
     "kernels": ("tiers", "worker", "clients", "bench", "testing"),
-    "native": ("hashing", "cache", "daemon", "tiers", "kernels", "bench"),  # hashing: a prompt's chain is on the way of each lookup
+    "native": ("hashing", "cache", "daemon", "tiers", "kernels", "clients", "bench"),  # hashing: a prompt's chain is on each lookup's way
     "clients": ("worker", "cli", "bench"),
     "daemon": ("cli",),
     "worker": ("cli", "bench"),

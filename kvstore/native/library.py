@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 4  # of core.c and chain.c: rises whenever something there changes
+VERSION = 5  # of core.c and its neighbours: rises whenever something there changes
 SWITCH = "KVSTORE_NATIVE"  # environment: "off" leaves it unused
 
 
@@ -30,6 +30,13 @@ def library() -> ctypes.PyDLL | None:
         except (OSError, AttributeError):
             continue  # of another platform, or not ours
     return None
+
+
+@functools.cache
+def unlocked_library() -> ctypes.CDLL | None:
+    """The same library; its calls let other threads of Python run. For what takes long and touches nothing of Python's."""
+    found = library()
+    return None if found is None else ctypes.CDLL(found._name)
 
 
 def address(array: NDArray[Any]) -> int:
