@@ -207,9 +207,9 @@ def test_token_ids_go_down_with_their_blocks() -> None:
 def test_what_waits_is_copied_down_before_an_orderly_end(tmp_path: Path) -> None:
     with GpuDaemon(tmp_path, hbm="32MiB") as daemon:
         user = GpuUser(daemon.address)
-        assert user.put(1, 1, 700)["stored"] == 700
+        assert user.put(1, 1, 300)["stored"] == 300
         user.close()
         assert daemon.stop() == 0
         daemon.start()
         with KVClient(daemon.address) as client:
-            assert client.lookup(client.open_namespace(IDENTITY, GEOMETRY), chain(1, 700)).blocks == 700
+            assert client.lookup(client.open_namespace(IDENTITY, GEOMETRY), chain(1, 300)).blocks == 300

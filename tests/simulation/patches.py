@@ -30,6 +30,19 @@ class OwnerLock:
         pass
 
 
+class NoLookups:
+    """The socket for lookups alone: clients do without it, and look over gRPC."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) -> Iterator[None]:
     """Inside, the product runs on this machine."""
@@ -46,6 +59,7 @@ def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) ->
         "grpc.aio.insecure_channel": partial(Channel, network),
         "grpc.aio.server": partial(Server, network),
         "kvstore.daemon.server.sockets": SimpleNamespace(open_to_group=lambda path: None),
+        "kvstore.daemon.server.QuickLookups": NoLookups,
         "kvstore.daemon.server.reflection": SimpleNamespace(SERVICE_NAME="", enable_server_reflection=lambda *_: None),
         # chance, time, and threads
         "kvstore.daemon.startup.secrets": secrets,
