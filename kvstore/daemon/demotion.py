@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,6 +15,8 @@ from kvstore.daemon.jobs import Moved, Namespaces
 from kvstore.daemon.lanes import Lanes
 from kvstore.errors import KVStoreError
 from kvstore.geometry import UNIT_BYTES
+
+LAST_COPIES_S = 1.0  # seconds for copies that are under way at the end: a GPU that is well takes milliseconds
 
 _FAILED = Moved(TransferResult.FAILED)
 
@@ -43,10 +46,14 @@ class Demotion:
         """For how long the oldest copy of a pool has been under way."""
         return self.demoter.longest_out_s(pool, self._loop.time())
 
-    def close(self, timeout_s: float) -> bool:
-        """No more copies; waits for those under way. False where one did not end: the memory must stay mapped."""
+    def close(self, deadline: float) -> bool:
+        """No more copies; waits for those under way, a second past the deadline (monotonic) if need be.
+
+        False where one did not end: the memory must stay mapped.
+        """
         self._stopped = True
-        ended = [lanes.close(timeout_s) for lanes in self._lanes.values()]
+        ends_at = max(deadline, time.monotonic() + LAST_COPIES_S)
+        ended = [lanes.close(max(0.0, ends_at - time.monotonic())) for lanes in self._lanes.values()]
         return all(ended)
 
     # ---- in a lane

@@ -57,13 +57,18 @@ class HbmParts:
 
     def close(self) -> None:
         """Offer nothing more, unpin the arena, give the memory back. No copy is in flight. Idempotent."""
-        for socket in self.sockets:
-            socket.close()
+        self.stop_offering()
         if self.pinned is not None:
             self.pinned.close()
         for tier in self.tiers:
             tier.close()
-        self.sockets, self.pinned, self.tiers = [], None, []
+        self.pinned, self.tiers = None, []
+
+    def stop_offering(self) -> None:
+        """No more clients get the memory. Idempotent."""
+        for socket in self.sockets:
+            socket.close()
+        self.sockets = []
 
     def _health(self, health: Health) -> Health:
         if health.state is HealthState.OK and self.pinned is not None and self.pinned.note:

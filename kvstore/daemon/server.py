@@ -235,9 +235,9 @@ class Daemon:
     async def _close_tiers(self, deadline: float) -> None:
         transfers, nvme, dram = self._hub.transfers, self._parts.nvme, self._parts.dram
         demotion = self._hub.demotion
-        if demotion is not None and not await asyncio.to_thread(demotion.close, max(1.0, deadline - time.monotonic())):
+        copied = demotion is None or await asyncio.to_thread(demotion.close, deadline)
+        if not copied:
             log.error("a GPU did not answer in time: what was on its way from there is lost")
-            return
         ended = transfers is None or await asyncio.to_thread(transfers.close, max(1.0, deadline - time.monotonic()))
         if not ended:
             log.error("the disk did not answer in time: it is left as after a crash")
@@ -246,13 +246,17 @@ class Daemon:
         attached = bool(self._hub.sessions)
         self._hub.sessions.close()
         self._parts.stop_remembering()
-        self._parts.hbm.close()
+        self._parts.hbm.stop_offering()
+        if copied:
+            self._parts.hbm.close()
         if nvme is not None:
             try:
                 await nvme.stop_clean()
             except EnvironmentFault as error:
                 log.error("%s: the disk is left as after a crash", error)
                 nvme.close()
+        if not copied:
+            return  # a copy may still write there: mapped to the process's end
         if attached:
             dram.close()  # its processes still have it mapped: the next daemon goes on with it
         else:

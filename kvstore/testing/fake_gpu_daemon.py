@@ -1,6 +1,6 @@
 """`kvstore serve` on GPUs that are not there: the fake driver in the real one's place, in a process of its own. And how tests start it.
 
-SIGUSR1 makes its next copy fail, SIGUSR2 loses the first GPU's context.
+SIGUSR1 makes its next copy fail, SIGUSR2 loses the first GPU's context, SIGHUP has its copies never end.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,10 @@ class GpuDaemon(DaemonProcess):
         """The first GPU's context is lost."""
         self._signal(signal.SIGUSR2)
 
+    def hang_gpu(self) -> None:
+        """From now on no copy of the daemon ends."""
+        self._signal(signal.SIGHUP)
+
     def _signal(self, number: signal.Signals) -> None:
         """Send it, and wait until it was taken."""
         said = self.log().count(TAKEN)
@@ -62,13 +67,28 @@ class GpuDaemon(DaemonProcess):
             time.sleep(0.005)
 
 
+class HangingCuda(FakeCuda):
+    """After `hangs` is set nobody who waits for a copy goes on."""
+
+    def __init__(self, devices: int, memory_bytes: int, descriptors: bool) -> None:
+        super().__init__(devices, memory_bytes, descriptors)
+        self.hangs = threading.Event()
+
+    def wait(self, device: int, event: int) -> None:
+        """See `CudaDriver`."""
+        if self.hangs.is_set():
+            threading.Event().wait()
+        super().wait(device, event)
+
+
 def main() -> int:
     """The program of the daemon's process."""
     environment = os.environ
-    driver = FakeCuda(int(environment.get(GPUS, "1")), int(environment.get(GPU_BYTES, str(1 << 30))), NO_DESCRIPTORS not in environment)
+    driver = HangingCuda(int(environment.get(GPUS, "1")), int(environment.get(GPU_BYTES, str(1 << 30))), NO_DESCRIPTORS not in environment)
     hbm.find_driver = lambda: driver
     _on(signal.SIGUSR1, lambda: driver.fail("copy", COPY_FAILED))
     _on(signal.SIGUSR2, lambda: driver.lose(0))
+    _on(signal.SIGHUP, driver.hangs.set)
     return kvstore()
 
 

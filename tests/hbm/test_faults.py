@@ -26,7 +26,7 @@ from kvstore.testing.fake_gpu_daemon import GpuDaemon
 from kvstore.tiers import hbm
 from kvstore.tiers.base import HealthState
 from kvstore.tiers.hbm import Absent, find_driver
-from tests.blocks import BLOCK_TOKENS, GEOMETRY, IDENTITY, chain, each_hash, right, tokens_of
+from tests.blocks import BLOCK_TOKENS, GEOMETRY, IDENTITY, chain, each_hash, pattern, right, tokens_of
 from tests.cases.figures import all_on_disk, eventually, tier
 from tests.hbm.user import WAIT_S, GpuUser
 
@@ -170,6 +170,30 @@ def test_without_its_gpu_the_daemon_goes_on() -> None:
         for each in (late, user, other):
             each.session.close()
         assert daemon.stop() == 0
+
+
+def test_a_gpu_that_hangs_shows_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with GpuDaemon(tmp_path, flags=["--acquire-timeout-s", "0.5", "--shutdown-s", "0.2"]) as daemon, KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, GEOMETRY)
+        user = GpuUser(daemon.address)
+        user.put(1, 1, 5)
+        assert all_on_disk(client, 5)
+        daemon.hang_gpu()
+        user.put(2, 2, 5)
+        assert eventually(lambda: "a copy to host memory has been under way" in tier(client, "hbm:0").health_reason)
+        assert (user.get(3, 2, 5), user.get_in_dram(4, 2, 5), user.get_in_dram(5, 1, 5)) == (5, 0, 5)
+        with client.put(namespace, chain(3, 2)) as put:
+            for block in put.blocks:
+                block.write(pattern(block.hash))
+        assert all_on_disk(client, 7)
+        user.close()
+        client.close()
+        assert daemon.stop() == 0
+        assert "a GPU did not answer in time" in daemon.log()
+        daemon.start()
+        assert daemon.log().count("clean_stop=True") == 2
+        with KVClient(daemon.address) as late:
+            assert late.lookup(late.open_namespace(IDENTITY, GEOMETRY), chain(1, 5)).blocks == 5
 
 
 def test_a_block_that_is_found_wrong_in_memory_goes_from_gpu_memory_too() -> None:
