@@ -553,7 +553,7 @@ class TierStats(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., class_bytes: _Optional[_Mapping[str, int]] = ..., blocks: _Optional[int] = ..., held_bytes: _Optional[int] = ..., health: _Optional[str] = ..., health_reason: _Optional[str] = ...) -> None: ...
 
 class SessionStats(_message.Message):
-    __slots__ = ("session", "client", "tenant", "held_bytes", "leases", "reserved_slots", "ended")
+    __slots__ = ("session", "client", "tenant", "held_bytes", "leases", "reserved_slots", "ended", "hbm_held_bytes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -561,6 +561,7 @@ class SessionStats(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    HBM_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: int
     client: str
     tenant: str
@@ -568,7 +569,8 @@ class SessionStats(_message.Message):
     leases: int
     reserved_slots: int
     ended: bool
-    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., held_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., ended: _Optional[bool] = ...) -> None: ...
+    hbm_held_bytes: int
+    def __init__(self, session: _Optional[int] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., held_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., ended: _Optional[bool] = ..., hbm_held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatsReply(_message.Message):
     __slots__ = ("epoch", "version", "uptime_s", "tiers", "sessions", "index_capacity_blocks", "index_used_blocks", "counters", "scrub_passes", "scrub_pass_s", "waiting_writes", "tail_blocks", "tail_bytes", "tail_capacity_bytes")

@@ -55,10 +55,13 @@ def _table(facts: dict[str, Any]) -> list[str]:
     lines.append(f"disk   {facts['waiting_writes']} blocks wait to be written")
     passes = facts["scrub_passes"]
     lines += [f"scrub  {passes} passes, the last took {facts['scrub_pass_s']:.1f} s" if passes else "scrub  no pass has ended", ""]
-    lines.append(f"{'session':<9}{'held':>12}{'leases':>8}{'reserved':>10}  client")
+    on_gpus = any(tier["tier"].startswith("hbm:") for tier in facts["tiers"])
+    lines.append(f"{'session':<9}{'held':>12}{'leases':>8}{'reserved':>10}{'on GPUs':>12}"[: 51 if on_gpus else 39] + "  client")
     for session in facts["sessions"]:
         state = " (ended)" if session["ended"] else ""
         held = format_bytes(session["held_bytes"])
-        lines.append(f"{session['session']:<9}{held:>12}{session['leases']:>8}{session['reserved_slots']:>10}  {session['client']}{state}")
+        on_gpu = f"{format_bytes(session['hbm_held_bytes']):>12}" if on_gpus else ""
+        figures = f"{session['session']:<9}{held:>12}{session['leases']:>8}{session['reserved_slots']:>10}{on_gpu}"
+        lines.append(f"{figures}  {session['client']}{state}")
     lines += ["", *(f"{name:<28}{number:>12}" for name, number in sorted(facts["counters"].items()))]
     return lines

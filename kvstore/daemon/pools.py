@@ -238,6 +238,11 @@ class Pools:
         """Each pool's, by its name."""
         return {pool.name: figures for pool in self.all.values() for figures in pool.cache.stats().tiers.values()}
 
+    def held_bytes(self, session: int) -> int:
+        """What a session holds, over all pools."""
+        found = (pool.cache.state.sessions.get(session) for pool in self.all.values())
+        return sum(each.held_bytes for each in found if each is not None)
+
     def counters(self) -> Counter[str]:
         """What is counted, by the names under which it is shown."""
         found: Counter[str] = Counter()

@@ -207,6 +207,7 @@ class Service(KVStoreServicer):
                     leases=session.leases,
                     reserved_slots=session.reserved_slots,
                     ended=session.ended,
+                    hbm_held_bytes=self._hub.pools.held_bytes(session.session) if self._hub.pools is not None else 0,
                 )
         return reply
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from urllib.request import urlopen
 
 import pytest
 
 from kvstore import errors
+from kvstore.cli.main import main
 from kvstore.clients import requests
 from kvstore.clients.answers import Failed
 from kvstore.clients.client import KVClient
@@ -237,8 +240,19 @@ def test_a_hello_that_makes_no_sense_is_refused(daemon: GpuDaemon, hello: pb.Hel
         assert text in stream.receive().ended.text
 
 
-def test_stats_and_metrics_name_the_pools(daemon: GpuDaemon, client: KVClient) -> None:
+def test_stats_and_metrics_name_the_pools(
+    daemon: GpuDaemon, client: KVClient, user: GpuUser, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "(hbm:0 16.0 MiB, hbm:1 16.0 MiB, dram" in daemon.ready
     assert [each.tier for each in client.stats().tiers] == ["hbm:0", "hbm:1", "dram", "nvme"]
     for each in client.stats().tiers:
         assert (each.health, sum(each.class_bytes.values())) == ("ok", each.capacity_bytes)
+    assert user.reserve(3) == 3
+    mine = next(each for each in client.stats().sessions if each.client == "user of gpu-0" and not each.ended)
+    assert (mine.held_bytes, mine.hbm_held_bytes) == (0, 3 * GEOMETRY.slot_bytes)
+    assert main(["stats", "--address", daemon.address]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"hbm:0 +16.0 MiB", shown)
+    assert re.search(r" 48.0 KiB  user of gpu-0", shown)
+    with urlopen(f"http://{daemon.metrics_address}/metrics") as answer:
+        assert 'kvstore_tier_held_bytes{tier="hbm:0"} 49152.0' in answer.read().decode()
