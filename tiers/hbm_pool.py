@@ -13,10 +13,14 @@ from kvstore.kernels.sharing import Kind, Offer, send_offer
 LEFT_FREE_BYTES = 512 << 20  # bytes of a GPU that are never asked for: contexts of this and of other processes need them
 
 
+class TooLittleMemory(ConfigError):
+    """A GPU has less memory free than asked for."""
+
+
 class DevicePool:
     """Owned by the daemon. `kind` says how it is shared; `note` why not as a descriptor, where it is not.
 
-    Raises ConfigError where the GPU has less free than asked for. `close` gives it back: nothing may be in flight there. Importers of
+    Raises TooLittleMemory where the GPU has less free than asked for. `close` gives it back: nothing may be in flight there. Importers of
     a descriptor keep the memory; importers of an IPC handle must have stopped.
     """
 
@@ -26,7 +30,7 @@ class DevicePool:
         self.uuid = driver.uuid(device)
         self.size_bytes = -(-size_bytes // facts.granularity_bytes) * facts.granularity_bytes
         if self.size_bytes > facts.free_bytes - LEFT_FREE_BYTES:
-            raise ConfigError(_too_little(device, facts.name, self.size_bytes, facts.free_bytes))
+            raise TooLittleMemory(_too_little(device, facts.name, self.size_bytes, facts.free_bytes))
         self.kind: Kind = "descriptor"
         self.note = "" if facts.descriptors else "its driver cannot share memory as descriptors"
         self._handle, self._descriptor, self._ipc = 0, -1, b""
@@ -39,7 +43,7 @@ class DevicePool:
                 self._take_plain()
         except CudaError as error:
             if error.status == OUT_OF_MEMORY:
-                raise ConfigError(_too_little(device, facts.name, self.size_bytes, facts.free_bytes)) from error
+                raise TooLittleMemory(_too_little(device, facts.name, self.size_bytes, facts.free_bytes)) from error
             raise
         self._open = True
 

@@ -19,6 +19,7 @@ from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import hbm
 from kvstore.tiers.base import Health, HealthState
 from kvstore.tiers.hbm import Absent, HbmOptions, HbmTier
+from kvstore.tiers.hbm_pool import TooLittleMemory
 from kvstore.tiers.hbm_socket import PoolSocket
 from kvstore.tiers.pinned import PinnedArena
 
@@ -76,8 +77,12 @@ class HbmParts:
         return health
 
 
-def open_hbm(settings: Settings, arena: memoryview) -> HbmParts:
-    """Take the memory. Raises ConfigError where a GPU has less free than asked for, or is not there; without a driver there are none."""
+def open_hbm(settings: Settings, arena: memoryview, survivors: int) -> HbmParts:
+    """Take the memory. Without a driver there is none. Raises ConfigError where a GPU has less free than asked for, or is not there.
+
+    Where processes of the last run (`survivors`) live, too little is no error: they may have the last daemon's pools mapped until they have
+    attached to this one.
+    """
     if not settings.hbm.bytes:
         return HbmParts()
     driver = hbm.find_driver()
@@ -92,6 +97,12 @@ def open_hbm(settings: Settings, arena: memoryview) -> HbmParts:
             parts.tiers.append(HbmTier(driver, HbmOptions(device, _capacity(settings.hbm.bytes))))
             parts.sockets.append(PoolSocket(parts.tiers[-1].pool, Path(f"{settings.listen}.hbm-{device}")))
         parts.pinned = PinnedArena(driver, parts.tiers[0].pool.device, np.frombuffer(arena, np.uint8))
+    except TooLittleMemory as error:
+        parts.close()
+        if not survivors:
+            raise
+        why = f"{error}; {survivors} processes of the last run may still have its GPU memory: restart the daemon once they have let it go"
+        return HbmParts(absent=why)
     except BaseException:
         parts.close()
         raise

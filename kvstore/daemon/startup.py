@@ -33,6 +33,7 @@ from kvstore.tiers.base import Health, HealthState
 from kvstore.tiers.dram import DramOptions, DramTier
 from kvstore.tiers.nvme import Durable, NvmeOptions, NvmeTier
 from kvstore.tiers.nvme_records import LoadedRecords
+from kvstore.tiers.session_files import SessionFile
 
 REFUSED_PAUSE_S = 1.0  # seconds until a disk that refused a namespace is asked again: as long as after a block's failed write
 REMEMBER_S = 2.0  # seconds that a client waits for the disk to take its namespace: a disk that is well takes milliseconds
@@ -118,11 +119,12 @@ async def build(settings: Settings) -> Parts:
         raise
     hbm = HbmParts()
     try:
-        hbm = await asyncio.to_thread(open_hbm, settings, dram.memory)
+        survivors = dram.surviving_sessions()
+        hbm = await asyncio.to_thread(open_hbm, settings, dram.memory, len(survivors))
         hub = Hub(Cache(_sizes(settings, dram, nvme)), dram, epoch)
         if hbm.tiers:
             hub.use_pools(hbm.pools(settings))
-        _keep_survivors(hub, dram)
+        _keep_survivors(hub, dram, survivors)
         hub.transfers = _transfers(settings, hub, dram, nvme)
         if nvme is not None:
             await _recover(hub, nvme)
@@ -183,9 +185,9 @@ def _transfers(settings: Settings, hub: Hub, dram: DramTier, nvme: NvmeTier | No
     return Transfers(limits, facts, copier, pulls, hub.transferred)
 
 
-def _keep_survivors(hub: Hub, dram: DramTier) -> None:
+def _keep_survivors(hub: Hub, dram: DramTier, survivors: list[SessionFile]) -> None:
     """Processes of an earlier daemon may still have this arena mapped: what they hold stays out of use."""
-    hub.sessions.survivors = dram.surviving_sessions()
+    hub.sessions.survivors = survivors
     units = [file.marked_units() for file in hub.sessions.survivors]
     if units:
         kept = hub.cache.survivors(np.unique(np.concatenate(units)), dram.left_slot_units)

@@ -22,7 +22,7 @@ from kvstore.geometry import UNIT_BYTES
 from kvstore.hashing import fingerprint
 from kvstore.testing.daemon import DaemonProcess
 from kvstore.testing.fake_cuda import FakeCuda
-from kvstore.testing.fake_gpu_daemon import GpuDaemon
+from kvstore.testing.fake_gpu_daemon import GPU_BYTES, GpuDaemon
 from kvstore.tiers import hbm
 from kvstore.tiers.base import HealthState
 from kvstore.tiers.hbm import Absent, find_driver
@@ -78,6 +78,22 @@ def test_more_than_a_gpu_has_is_refused_at_the_start() -> None:
         pass
 
 
+def test_where_processes_of_the_last_run_may_have_the_memory_the_next_daemon_starts_without(tmp_path: Path) -> None:
+    with GpuDaemon(tmp_path) as daemon:
+        user = GpuUser(daemon.address)
+        user.put(1, 1, 5)
+        with KVClient(daemon.address) as client:
+            assert all_on_disk(client, 5)
+        daemon.environment[GPU_BYTES] = str(514 << 20)
+        daemon.restart()
+        attached_again(user)
+        assert user.session.pools == {}
+        assert user.get_in_dram(2, 1, 5) == 5
+        with KVClient(daemon.address) as client:
+            assert "hbm: 16.0 MiB asked of GPU 0 (fake), 514.0 MiB are free" in tier(client, "hbm").health_reason
+        user.close()
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Two GPUs in this process; after the test nothing is left of what was taken there."""
@@ -90,7 +106,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 def opened(directory: Path, size_bytes: int = 16 << 20, devices: str = "all") -> HbmParts:
     """What a daemon with these settings takes."""
-    return open_hbm(Settings(listen=str(directory / "s"), hbm=HbmSettings(size_bytes, devices)), memoryview(mmap.mmap(-1, 1 << 20)))
+    return open_hbm(Settings(listen=str(directory / "s"), hbm=HbmSettings(size_bytes, devices)), memoryview(mmap.mmap(-1, 1 << 20)), 0)
 
 
 @pytest.mark.parametrize(
