@@ -86,12 +86,12 @@ class Child:
         """How often a request was put off so far, over all requests that this child has seen."""
         return self.preempted
 
-    def stats(self) -> Answer:
-        """What the connector has counted so far, as vLLM's Prometheus page shows it."""
+    def stats(self, prefix: str = "vllm:kvstore_") -> Answer:
+        """What has been counted so far, as vLLM's Prometheus page shows it; by default by the connector."""
         from prometheus_client import REGISTRY
 
         page = {sample.name: sample.value for family in REGISTRY.collect() for sample in family.samples}
-        return {name: value for name, value in page.items() if name.startswith("vllm:kvstore_") and name.endswith("_total")}
+        return {name: value for name, value in page.items() if name.startswith(prefix) and name.endswith("_total")}
 
     def events(self, endpoint: str) -> Answer:
         """What the engine has published on its KV event socket since this was last asked, from the first time on."""
