@@ -1,7 +1,8 @@
 """Blocks on their way from the dram arena to GPU memory, layer by layer, under the compute of the layers before.
 
 The caller holds a lease on the blocks in dram, a reservation for the slots in hbm, and both until `wait` has returned. Each layer of all
-blocks is copied, then an event recorded; the stream that computes follows the event of a layer before it reads that layer.
+blocks is copied, by the driver block by block or by a kernel in one launch, then an event recorded; the stream that computes follows the
+event of a layer before it reads that layer.
 
     promotion = Promotion(driver, device, route, pairs)
     for layer in range(layers): promotion.follow(layer, compute_stream); ...queue the layer's attention...
@@ -11,7 +12,7 @@ blocks is copied, then an event recorded; the stream that computes follows the e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidArgument
@@ -36,22 +37,32 @@ class Lift:
     hbm_bytes: int
 
 
+# Queues the copy of the same bytes (first, how many) of all blocks.
+Copy = Callable[[int, int], None]
+# Makes one for a stream, or None where the driver is to copy.
+Copier = Callable[[int], Copy | None]
+
+
 class Promotion:
     """The copies of some blocks, queued on construction on a stream of their own. One thread uses it.
 
+    `copier`: what copies in place of the driver; what it makes is kept until `close`.
     Raises CudaError where they cannot be queued: then all that had been queued has run, and nothing is left behind.
     """
 
-    def __init__(self, driver: CudaDriver, device: int, route: Route, lifts: Sequence[Lift]) -> None:
+    def __init__(self, driver: CudaDriver, device: int, route: Route, lifts: Sequence[Lift], copier: Copier | None = None) -> None:
         self._driver, self._device = driver, device
         self._events: list[int] = []
         self._stream = driver.stream(device)
         self._finished = False
+        self._copy: Copy | None = None
         try:
+            self._copy = copier(self._stream) if copier is not None else None
             for start, size in _layers(route.geometry):
-                for lift in lifts:
-                    to, of = route.hbm_address + lift.hbm_bytes + start, route.dram_address + lift.dram_bytes + start
-                    driver.copy(device, self._stream, to, of, size)
+                if self._copy is not None:
+                    self._copy(start, size)
+                else:
+                    self._copy_each(route, lifts, start, size)
                 self._record()
         except CudaError:
             with contextlib.suppress(CudaError):
@@ -83,11 +94,16 @@ class Promotion:
         if not self._finished and self._events:
             with contextlib.suppress(CudaError):  # a lost context runs nothing any more
                 self.wait()
-        stream, self._stream = self._stream, 0
+        stream, self._stream, self._copy = self._stream, 0, None
         with contextlib.suppress(CudaError):
             for event in self._events:
                 self._driver.close_event(self._device, event)
             self._driver.close_stream(self._device, stream)
+
+    def _copy_each(self, route: Route, lifts: Sequence[Lift], start: int, size: int) -> None:
+        for lift in lifts:
+            to, of = route.hbm_address + lift.hbm_bytes + start, route.dram_address + lift.dram_bytes + start
+            self._driver.copy(self._device, self._stream, to, of, size)
 
     def _record(self) -> None:
         self._events.append(self._driver.event(self._device))

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from kvstore.kernels.driver import IPC_HANDLE_BYTES, CudaError, DeviceFacts
 from kvstore.testing.fake_cuda_parts import INVALID, Mappings, Queues, Range, Rules
@@ -188,6 +189,12 @@ class FakeCuda:
         with self._lock:
             self._begin("copy", device)
             self._queues.copy(stream, to, of, size_bytes)
+
+    def launch(self, device: int, stream: int, copies: Sequence[tuple[int, int, int]], run: Callable[[], None]) -> None:
+        """Queue a kernel that copies so, each (to, of, bytes). No call of `CudaDriver`: on a GPU a backend launches."""
+        with self._lock:
+            self._begin("launch", device)
+            self._queues.launch(stream, copies, run)
 
     def record(self, device: int, stream: int, event: int) -> None:
         """See `CudaDriver`."""

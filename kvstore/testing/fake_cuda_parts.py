@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -163,6 +163,14 @@ class Copy:
 
 
 @dataclass
+class Launch:
+    """A queued kernel: what it copies, and how it is run."""
+
+    copies: list[Copy]
+    run: Callable[[], None]
+
+
+@dataclass
 class Mark:
     """An event's record, or a wait for it, in a stream."""
 
@@ -176,7 +184,7 @@ class Stream:
     """What is queued, in order."""
 
     device: int
-    queue: list[Copy | Mark] = field(default_factory=list)
+    queue: list[Copy | Launch | Mark] = field(default_factory=list)
 
 
 @dataclass
@@ -234,7 +242,10 @@ class Queues:
 
     def copies(self) -> Iterator[Copy]:
         """All that have not run."""
-        return (each for stream in self._all() for each in stream.queue if isinstance(each, Copy))
+        for stream in self._all():
+            for each in stream.queue:
+                if not isinstance(each, Mark):
+                    yield from [each] if isinstance(each, Copy) else each.copies
 
     def check_quiet(self, address: int, size_bytes: int, what: str) -> None:
         """No copy is in flight there."""
@@ -244,11 +255,19 @@ class Queues:
     def copy(self, stream: int, to: int, of: int, size_bytes: int) -> None:
         """Queue a copy. Its target is poisoned, unless an earlier one has still to do with it."""
         queue = self.stream(stream).queue
+        queue.append(self._checked(to, of, size_bytes))
+
+    def launch(self, stream: int, copies: Sequence[tuple[int, int, int]], run: Callable[[], None]) -> None:
+        """Queue a kernel that makes these copies, each (to, of, bytes)."""
+        queue = self.stream(stream).queue
+        queue.append(Launch([self._checked(*each) for each in copies], run))
+
+    def _checked(self, to: int, of: int, size_bytes: int) -> Copy:
         for address in (to, of):
             self._mappings.check_access(address, size_bytes)
         if not any(each.touches(to, size_bytes) for each in self.copies()):
             ctypes.memset(to, POISON, size_bytes)
-        queue.append(Copy(to, of, size_bytes))
+        return Copy(to, of, size_bytes)
 
     def record(self, stream: int, event: int) -> None:
         """Queue an event."""
@@ -292,6 +311,11 @@ class Queues:
             for address in (first.to, first.of):
                 self._mappings.check_access(address, first.size_bytes)
             ctypes.memmove(first.to, first.of, first.size_bytes)
+        elif isinstance(first, Launch):
+            for each in first.copies:
+                for address in (each.to, each.of):
+                    self._mappings.check_access(address, each.size_bytes)
+            first.run()
         elif first.follows:
             self.run_until(first.event, first.version)
         elif first.event in self.events:

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstore.clients.hbm import ImportedPool
+from kvstore.clients.promotion import Copy
 from kvstore.errors import ConfigError
+from kvstore.kernels.arrays import describe
+from kvstore.kernels.copying import copy_pieces
 from kvstore.kernels.cuda import CudaBackend
-from kvstore.kernels.driver import CudaDriver, LibCuda
+from kvstore.kernels.driver import CudaDriver, CudaError, LibCuda
+from kvstore.kernels.layout import SlotSpace
 from kvstore.kernels.variants import Variant
 from kvstore.worker.gpu.device import Graph, Views
 
+LAUNCH_FAILED = 719  # status: CUDA_ERROR_LAUNCH_FAILED
 WARM_UPS = 2  # passes before a capture, as torch asks: libraries take their workspaces in the first
 
 
@@ -48,6 +54,9 @@ class CudaGpu:
         self.backend = TorchBackend(self.device)
         self.driver: CudaDriver = LibCuda()
         self.views = Views()
+        self._aside = cast(Any, torch.cuda.Stream)(self.device)
+        # Whether a kernel reads pinned host memory at the host's own addresses.
+        self._reads_host = bool(self.backend.device.attributes["CanUseHostPointerForRegisteredMem"])
 
     def prepare(self, variants: list[Variant]) -> None:
         """See `Gpu`."""
@@ -76,6 +85,23 @@ class CudaGpu:
     def bring(self, tensor: Tensor) -> Tensor:
         """See `Gpu`."""
         return tensor.cpu()
+
+    def copier(self, slots: SlotSpace, sources: NDArray[np.uint32], targets: NDArray[np.uint32], stream: int) -> Copy | None:
+        """See `Gpu`."""
+        if not self._reads_host:
+            return None
+        queue = cast(Any, torch.cuda.ExternalStream)(stream, device=self.device)
+        with torch.cuda.stream(self._aside):  # a copy from memory that is not pinned has arrived when it returns
+            blocks = torch.from_numpy(np.stack((sources, targets)).view(np.int32)).to(self.device)
+
+        def copy(first: int, size_bytes: int) -> None:
+            try:
+                with torch.cuda.stream(queue):
+                    copy_pieces(self.backend, slots, (first, size_bytes), describe(blocks[0], "uint32"), describe(blocks[1], "uint32"))
+            except RuntimeError as error:  # CuPy's
+                raise CudaError("block_copy", LAUNCH_FAILED, str(error)) from error
+
+        return copy
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         """See `Gpu`."""

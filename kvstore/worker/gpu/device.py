@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstore.clients.hbm import ImportedPool
+from kvstore.clients.promotion import Copy
 from kvstore.errors import Unavailable
 from kvstore.kernels.backend import Backend
 from kvstore.kernels.driver import CudaDriver
+from kvstore.kernels.layout import SlotSpace
 from kvstore.kernels.variants import Variant
 
 
@@ -91,6 +94,13 @@ class Gpu(Protocol):
 
     def bring(self, tensor: Tensor) -> Tensor:
         """A copy in the host's memory; all that was queued before has run then."""
+
+    def copier(self, slots: SlotSpace, sources: NDArray[np.uint32], targets: NDArray[np.uint32], stream: int) -> Copy | None:
+        """What queues copies of bytes of these blocks on a stream of the driver's, one launch each. Any thread.
+
+        sources, targets   [block] entries of `table_entries`; one of the arenas is pinned host memory
+        None where kernels cannot read that here.
+        """
 
     def capture(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         """Run `work`, then record it: the graph, and the tensor that each replay fills anew. Raises RuntimeError where it cannot be."""

@@ -16,13 +16,13 @@ from kvstore.geometry import UNIT_BYTES, Geometry
 from kvstore.kernels.arrays import Array, describe
 from kvstore.kernels.decode import Attention, paged_decode
 from kvstore.kernels.layout import ARENAS, SlotSpace, table_entries
-from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, Variant, decode_variant, reduce_variant, write_variant
+from kvstore.kernels.variants import ELEMENTS, HEAD_DIMS, Variant, copy_variant, decode_variant, reduce_variant, write_variant
 from kvstore.kernels.writing import write_kv
 from kvstore.worker.gpu.device import Gpu
 from kvstore.worker.native import KernelStep, Part
 from kvstore.worker.rows import ArenaRows, BlockTable, RowLayout
 
-WIDEST_BYTES = 16  # bytes that a thread writes at once where all rows are multiples of it, as those of all served heads are
+WIDEST_BYTES = 16  # bytes that a thread copies at once where all rows are multiples of it, as those of all served heads are
 
 
 def variants_for(geometry: Geometry, q_heads: int) -> list[Variant]:
@@ -34,7 +34,12 @@ def variants_for(geometry: Geometry, q_heads: int) -> list[Variant]:
         )
     if dtype not in ELEMENTS or dim not in HEAD_DIMS:
         raise GeometryError(f"no decode kernel for {dtype} and heads of {dim}; serve this model with --device cpu")
-    return [decode_variant(dtype, dim, q_heads // geometry.kv_heads), reduce_variant(dtype, dim), write_variant(WIDEST_BYTES)]
+    return [
+        decode_variant(dtype, dim, q_heads // geometry.kv_heads),
+        reduce_variant(dtype, dim),
+        write_variant(WIDEST_BYTES),
+        copy_variant(WIDEST_BYTES),
+    ]
 
 
 @dataclass(frozen=True)

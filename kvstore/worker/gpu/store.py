@@ -17,6 +17,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,12 @@ from kvstore.clients.blocks import Prompt, Slots, Tokens
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.hbm import ImportedPool
 from kvstore.clients.pools import Pool
-from kvstore.clients.promotion import Lift, Promotion, Route
+from kvstore.clients.promotion import Copier, Lift, Promotion, Route
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError, Unavailable
 from kvstore.geometry import UNIT_BYTES, Geometry
 from kvstore.hashing import HASH_BYTES
 from kvstore.kernels.driver import CudaError
+from kvstore.kernels.layout import SlotSpace, table_entries
 from kvstore.tiers.pinned import PinnedArena
 from kvstore.worker.gpu.device import Gpu
 
@@ -237,7 +239,7 @@ class HbmStore:
             route = Route(self.geometry, self._session.arena.ctypes.data, mapping.imported.address)
             pairs = zip(sources.units.tolist(), targets.units.tolist(), strict=False)
             lifts = [Lift(source * UNIT_BYTES, target * UNIT_BYTES) for source, target in pairs]
-            promotion = Promotion(self._gpu.driver, self._gpu.number, route, lifts)
+            promotion = Promotion(self._gpu.driver, self._gpu.number, route, lifts, self._copier(route, sources, targets))
         except KVStoreError as error:
             self.failed_lifts += 1
             log.warning("blocks stay in host memory: %s", error)
@@ -249,6 +251,13 @@ class HbmStore:
             self._lifts[lease] = lifted
         self._ending.put(lifted)
         return lifted
+
+    def _copier(self, route: Route, sources: Slots, targets: Slots) -> Copier | None:
+        """One launch a layer, where a kernel may read the host's memory."""
+        if self._pinned is None or not self._pinned.pinned:
+            return None
+        slots = SlotSpace(self.geometry, (route.hbm_address, route.dram_address))
+        return partial(self._gpu.copier, slots, table_entries(sources.units[: len(targets)], arena=1), table_entries(targets.units))
 
     def _finish(self) -> None:
         """In a thread: publish what has arrived."""

@@ -50,7 +50,7 @@ class Worker:
         found |= {"recorded": graphs.recorded, "replayed": graphs.replayed, "off": graphs.why_off, "flushed": flushed}
         if isinstance(self._gpu, FakeGpu):
             assert self._gpu.driver.violations == []
-            found["copies"] = self._gpu.driver.calls["copy"]
+            found["copies"] = self._gpu.driver.calls["copy"] + self._gpu.driver.calls["launch"]
         return found
 
 

@@ -8,7 +8,9 @@ looking at a number on the device, or bringing one there. A replay must find eve
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -20,7 +22,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvstore.clients.hbm import ImportedPool
+from kvstore.clients.promotion import Copy
+from kvstore.geometry import UNIT_BYTES
+from kvstore.kernels.copying import copy_pieces
 from kvstore.kernels.host import HostBackend, build
+from kvstore.kernels.layout import ARENA_SHIFT, SlotSpace
 from kvstore.kernels.variants import Variant, all_variants
 from kvstore.testing.fake_cuda import FakeCuda
 from kvstore.testing.fake_cuda_parts import Violation
@@ -83,6 +89,19 @@ class FakeGpu:
         self.settle()
         return tensor.clone()
 
+    def copier(self, slots: SlotSpace, sources: NDArray[np.uint32], targets: NDArray[np.uint32], stream: int) -> Copy | None:
+        """What it queues is run by the kernel, and when the driver says so."""
+        blocks = sources.copy(), targets.copy()
+
+        def copy(first: int, size_bytes: int) -> None:
+            at = [[slots.arenas[entry >> ARENA_SHIFT] + (entry % (1 << ARENA_SHIFT)) * UNIT_BYTES + first for entry in each.tolist()]
+                  for each in blocks]  # fmt: skip
+            copies = [(to, of, size_bytes) for of, to in zip(*at, strict=True)]
+            run = partial(copy_pieces, self.backend.aside, slots, (first, size_bytes), *blocks)
+            self.driver.launch(0, stream, copies, run)
+
+        return copy
+
     def capture(self, work: Callable[[], Tensor]) -> tuple[Recorded, Tensor]:
         work()
         self.captures += 1
@@ -125,6 +144,8 @@ class CheckedBackend(HostBackend):
     def __init__(self, path: Path, driver: FakeCuda) -> None:
         super().__init__(path)
         self.launches: list[str] = []
+        self._one_at_a_time = threading.Lock()
+        self.aside = Aside(path, self._one_at_a_time)
         self._driver = driver
         self._noted: list[bytes] | None = None
         self._wanted: list[bytes] | None = None
@@ -152,7 +173,22 @@ class CheckedBackend(HostBackend):
             if self._noted[-1] != self._wanted[len(self._noted) - 1]:
                 raise Violation(f"{variant.name} is replayed with other arguments than it was recorded with")
         self.launches.append(variant.name)
-        super().launch(variant, grid, shared_bytes, args)
+        with self._one_at_a_time:
+            super().launch(variant, grid, shared_bytes, args)
+
+
+class Aside(HostBackend):
+    """For what other streams run, in whichever thread waits for it."""
+
+    def __init__(self, path: Path, one_at_a_time: threading.Lock) -> None:
+        super().__init__(path)
+        self.launches = 0
+        self._one_at_a_time = one_at_a_time
+
+    def launch(self, variant: Variant, grid: tuple[int, int, int], shared_bytes: int, args: ctypes.Structure) -> None:
+        with self._one_at_a_time:
+            self.launches += 1
+            super().launch(variant, grid, shared_bytes, args)
 
 
 class _Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -69,7 +69,7 @@ def test_a_hit_in_the_pool_moves_no_byte(daemon: GpuDaemon, worker: Worker) -> N
     assert worker.make(tokens, 12) == (0, "")
     assert worker.watched.flush(FLUSH_S)
     assert other.make(tokens, 12) == (56, "")
-    assert (other.store.lifted_blocks, gpu.driver.calls["copy"], gpu.driver.violations) == (0, 0, [])
+    assert (other.store.lifted_blocks, gpu.driver.calls["copy"], gpu.driver.calls["launch"], gpu.driver.violations) == (0, 0, 0, [])
     assert gpu.replays > 10
     other.close()
     gpu.close()
@@ -86,15 +86,20 @@ def driven_out(daemon: GpuDaemon, worker: Worker, seed: int) -> list[int]:
     return tokens
 
 
-def test_blocks_that_left_the_pool_are_brought_up_once(daemon: GpuDaemon, worker: Worker) -> None:
-    tokens = driven_out(daemon, worker, 2)
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_blocks_that_left_the_pool_are_brought_up_once(
+    daemon: GpuDaemon, worker: Worker, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_kernel:
+        monkeypatch.setattr(worker.gpu, "copier", lambda *_: None)
+    tokens, calls = driven_out(daemon, worker, 12 + by_kernel), worker.gpu.driver.calls
     lifted = worker.store.lifted_blocks
     assert worker.make(tokens, 12) == (56, "")
     assert worker.watched.flush(FLUSH_S)
     assert worker.store.lifted_blocks == lifted + 7
-    copies = worker.gpu.driver.calls["copy"]
+    assert (calls["launch"], calls["copy"], worker.gpu.backend.aside.launches) == ((2, 0, 2) if by_kernel else (0, 14, 0))
     assert worker.make(tokens, 12) == (56, "")
-    assert worker.gpu.driver.calls["copy"] == copies, "they are in the pool again"
+    assert calls["launch"] + calls["copy"] == (2 if by_kernel else 14), "they are in the pool again"
     assert worker.store.failed_lifts == 0
 
 
@@ -136,7 +141,7 @@ def test_compute_that_follows_nothing_reads_what_is_no_number(
 
 def test_copies_that_fail_change_no_answer(daemon: GpuDaemon, worker: Worker) -> None:
     tokens = driven_out(daemon, worker, 5)
-    worker.gpu.driver.fail("copy", COPY_FAILED, after=3)
+    worker.gpu.driver.fail("launch", COPY_FAILED, after=1)
     worker.make(tokens, 6)
     assert worker.store.failed_lifts == 1
 
