@@ -55,10 +55,7 @@ class _Slot:
 
 
 class Lifted:
-    """Blocks on their way from dram to the pool: an `Arrival`.
-
-    ended       they were committed, or lost         released   whoever asked for them does not need them any more
-    """
+    """Blocks on their way from dram to the pool: an `Arrival`. `ended`: committed, or lost; `released`: not asked for any more."""
 
     def __init__(self, promotion: Promotion, lease: int, targets: Slots, hashes: bytes, parent: bytes) -> None:
         self.lease, self.targets, self.hashes, self.parent = lease, targets, hashes, parent
@@ -210,7 +207,7 @@ class HbmStore:
             try:
                 found = self._session.acquire(lease, hashes, timeout_s, pool=mapping.pool)
             except Unavailable:
-                if not self._is_old(mapping):
+                if self._session.pools.get(self._uuid) in (None, mapping.pool):  # else it was restarted
                     raise
             else:
                 self._hold(lease, mapping)
@@ -222,7 +219,7 @@ class HbmStore:
             try:
                 return mapping, self._session.reserve(count, pool=mapping.pool)
             except Unavailable:
-                if not self._is_old(mapping):
+                if self._session.pools.get(self._uuid) in (None, mapping.pool):  # else it was restarted
                     raise
         raise Unavailable("the daemon was restarted twice in a moment; go on without it")
 
@@ -296,9 +293,6 @@ class HbmStore:
                     old, self._mapping = self._mapping, fresh
                     self._drop(old, 0)
             yield self._mapping
-
-    def _is_old(self, mapping: Mapping) -> bool:
-        return self._session.pools.get(self._uuid) not in (None, mapping.pool)
 
     def _map(self, pool: Pool) -> Mapping:
         try:
