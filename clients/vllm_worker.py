@@ -243,11 +243,11 @@ class WorkerHalf:
             return ()
         namespace = self._namespace(client, job.group)
         with client.put(namespace, job.hashes, job.parent) as put:
+            if put.attached is not None:
+                pages.write_to(put.attached.arena)  # the first time this pins the arena, which nobody should wait for
             if not self._at(save, _Stage.COPYING):
                 return ()
             try:
-                if put.attached is not None:
-                    pages.write_to(put.attached.arena)
                 blocks = list(put.blocks)
                 for start in range(0, len(blocks), pages.copies_at_once):
                     if self._is_called_off(save):

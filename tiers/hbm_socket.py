@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -17,6 +18,7 @@ from kvstore.tiers.arena_file import FILE_MODE
 from kvstore.tiers.hbm_pool import DevicePool
 
 WAITING = 64  # connections: every process of a machine that starts at once
+AGAIN_S = 0.5  # seconds: out of descriptors, say
 STOP_S = 10.0  # seconds: the thread notices at once, unless it is sending
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class PoolSocket:
 
     def __init__(self, pool: DevicePool, path: Path) -> None:
         self._pool, self.path = pool, path
+        self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             path.unlink(missing_ok=True)  # an earlier daemon's: this one holds the directory's lock
@@ -44,6 +47,7 @@ class PoolSocket:
 
     def close(self) -> None:
         """Stop offering. Idempotent."""
+        self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept in the thread
         self._thread.join(STOP_S)
@@ -54,8 +58,12 @@ class PoolSocket:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closing:
+                    return
+                logger.warning("hbm: nobody can be offered the pool now, it is tried again: %s", error)
+                time.sleep(AGAIN_S)
+                continue
             with connection:
                 try:
                     self._pool.offer(connection)

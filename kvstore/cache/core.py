@@ -182,6 +182,12 @@ class Cache:
         """Which blocks are in some tier. [n]"""
         return finding.present_in(self.state, self.state.index.find(namespace, hashes))
 
+    def units(self, namespace: int, hashes: Hashes) -> NDArray[np.int64]:
+        """Where each block lies in dram, in units; -1 where it is not there. [n]"""
+        rows = self.state.index.find(namespace, hashes)
+        slots = self.state.index.slot[Tier.DRAM][rows]
+        return np.where((rows > 0) & (slots > 0), self.state.dram.units[slots].astype(np.int64), -1)
+
     def tokens(self, namespace: int, hashes: Hashes) -> Tokens | None:
         """The token ids of these blocks, one after another; None unless they are kept of all."""
         kept, spec = self.state.index.tokens, self.state.spec(namespace)

@@ -21,6 +21,7 @@ from kvstore.cache.messages import (
     Acquire,
     BlockOutcome,
     Commit,
+    Committed,
     Granted,
     KeepKind,
     Notice,
@@ -171,16 +172,18 @@ class Demoter:
         return jobs
 
     def finished(self, job: DemoteJob, results: Sequence[Moved], now: float) -> None:
-        """A job's copies are made, or not. What the pool has no more by now (it was cleared) is not made visible."""
+        """A job's copies are made, or not. What the pool no longer has where it was copied from is not made visible: it was cleared, and
+        a block of that name that lies elsewhere by now is another one.
+        """
         queue = self._queues[job.pool.number]
         del queue.out[job]
-        there = job.pool.cache.has(job.namespace, unpack_hashes(b"".join(block.hash for block in job.items)))
+        there = job.pool.cache.units(job.namespace, unpack_hashes(b"".join(block.hash for block in job.items)))
         good = []
-        for block, moved, still in zip(job.items, results, there.tolist(), strict=True):
+        for block, moved, units in zip(job.items, results, there.tolist(), strict=True):
             if moved.result is not TransferResult.OK or moved.checksum is None:
                 self.counts["failed_from_hbm"] += 1
                 self._again(queue, block, now)
-            elif still:
+            elif units == block.units:
                 good.append((block, moved.checksum))
             else:
                 self._done(queue, block)
@@ -267,9 +270,10 @@ class Demoter:
             hashes, parents = (unpack_hashes(b"".join(each)) for each in ([b.hash for b in blocks], [b.parent for b in blocks]))
             sums = np.array([checksum for _, checksum in good], np.uint64)
             lease, tokens = self._new_id(), job.pool.cache.tokens(job.namespace, hashes)
-            self._dram.commit(Commit(session, lease, job.namespace, units, generations, hashes, parents, sums, tokens))
+            answer = self._dram.commit(Commit(session, lease, job.namespace, units, generations, hashes, parents, sums, tokens))
             self._dram.release(Release(session, lease))
-            self.counts["demoted_from_hbm"] += len(good)
+            if isinstance(answer, Committed):
+                self.counts["demoted_from_hbm"] += int((answer.outcomes == BlockOutcome.STORED).sum())
         self._dram.abandon(Abandon(session, job.reservation))
 
     def _again(self, queue: _Queue, block: Block, now: float) -> None:

@@ -13,15 +13,19 @@ from kvstore.proto import kvstore_pb2 as pb
 MAX_POOLS = 64  # GPUs in one Hello: four times what a machine has
 
 
-def pool_terms(pools: Pools | None, hello: pb.Hello) -> dict[int, Terms]:
-    """The pools that a Hello gets, by number. A GPU that the daemon has none on is left out. Raises InvalidArgument, LimitExceeded."""
+def pool_terms(pools: Pools | None, hello: pb.Hello, limit_bytes: int) -> dict[int, Terms]:
+    """The pools that a Hello gets, by number. A GPU that the daemon has none on is left out. Raises InvalidArgument, LimitExceeded.
+
+    `limit_bytes`: the most that the daemon lets a session hold in any one of them; 0 is no limit.
+    """
     if not hello.pools:
         return {}
     if not hello.maps_arena:
         raise errors.InvalidArgument("pools without maps_arena; the lock of the session's file says when the process has left them, too")
     if len(hello.pools) > MAX_POOLS:
         raise errors.LimitExceeded(f"{len(hello.pools)} GPUs in a Hello, the most is {MAX_POOLS}")
-    wanted = {wire.text_of(each.uuid, "uuid"): Terms(each.guarantee_bytes, each.limit_bytes) for each in hello.pools}
+    limits = [min(filter(None, (each.limit_bytes, limit_bytes)), default=0) for each in hello.pools]
+    wanted = {wire.text_of(each.uuid, "uuid"): Terms(each.guarantee_bytes, limit) for each, limit in zip(hello.pools, limits, strict=True)}
     if len(wanted) < len(hello.pools):
         raise errors.InvalidArgument("a Hello names a GPU twice; give each once, with all that is wanted there")
     return pools.asked(wanted) if pools is not None else {}

@@ -186,13 +186,13 @@ class Pools:
     def _tell(self, pool: GpuPool, notice: Notice) -> None:
         if notice.kind is NoticeKind.STORED:
             self.stored(pool, notice)
-        if len(self.all) > 1:
-            notice = self._of_one(pool, notice)
+        elif len(self.all) > 1:
+            notice = self._gone(pool, notice)
         if notice.hashes:
             self._publish(replace(notice, tier=Tier.HBM))
 
-    def _of_one(self, pool: GpuPool, notice: Notice) -> Notice:
-        """What is news though there are other pools: a block is in hbm while any of them has it."""
+    def _gone(self, pool: GpuPool, notice: Notice) -> Notice:
+        """What has left hbm: no other pool has it. That it is in a second one may be told twice, and is true both times."""
         hashes = unpack_hashes(notice.hashes)
         elsewhere = np.zeros(len(hashes), bool)
         for other in self.all.values():

@@ -1,7 +1,7 @@
 """Lookups over a plain Unix socket beside the service's: a round trip of gRPC costs several times what a lookup does.
 
 For whoever may open the service's own socket, on this machine alone; the service answers the same lookups, of groups too. Numbers are
-little-endian, one request is under way on a connection at a time:
+little-endian, one request is under way on a connection at a time, and who sends another before its answer is cut off:
 
     request   REQUEST (magic, namespace_id, blocks, epoch), then 32 bytes a block
     reply     REPLY (status, bytes), then with status 0 a byte for the tier of each leading block that is here, as in LookupReply; with
@@ -124,16 +124,15 @@ class _Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         received = self._received
         received += data
-        while len(received) >= REQUEST.size and self._transport is not None:
-            magic, namespace, blocks, epoch = REQUEST.unpack_from(received)
-            if magic != MAGIC or blocks > MAX_BLOCKS_PER_BATCH:
-                self.cut()
-                return
-            end = REQUEST.size + HASH_BYTES * blocks
-            if len(received) < end:
-                return
-            hashes = bytes(received[REQUEST.size : end])
-            del received[:end]
+        if len(received) < REQUEST.size or self._transport is None:
+            return
+        magic, namespace, blocks, epoch = REQUEST.unpack_from(received)
+        end = REQUEST.size + HASH_BYTES * blocks
+        if magic != MAGIC or blocks > MAX_BLOCKS_PER_BATCH or len(received) > end:  # more than one request: others would wait for it
+            self.cut()
+        elif len(received) == end:
+            hashes = bytes(received[REQUEST.size :])
+            received.clear()
             self._transport.write(self._lookups.answer(namespace, epoch, hashes))
 
     def cut(self) -> None:

@@ -203,8 +203,8 @@ class SessionStream:
         hub = self._hub
         client = wire.text_of(hello.client, "client")
         old = hub.sessions.resumable(hello.resume_session, hello.resume_token, self._tenant) if hello.resume_session else None
+        terms = pool_terms(hub.pools, hello, self._limits.limit_bytes)
         session = hub.sessions.begin(self._tenant, client, maps_arena=hello.maps_arena)
-        terms = pool_terms(hub.pools, hello)
         limit_bytes = min(filter(None, (hello.limit_bytes, self._limits.limit_bytes)), default=0)
         attach = Attach(session.id, self._tenant, hello.guarantee_bytes, limit_bytes, old.id if old else 0)
         answer = hub.attach(attach, terms)

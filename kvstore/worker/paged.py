@@ -115,10 +115,10 @@ class PagedCache:
         hold.users -= 1
         if hold.users:
             return
-        self.store.release(hold.lease)
-        # Committed slots are no longer ours and are left alone; what is left are open blocks, and copies of blocks that existed.
+        # Not the committed ones, but open blocks and copies of blocks that existed; before a slot that the lease frees is reserved anew.
         if held := [place for place in hold.places if place.shared]:
             self.store.abandon(slots_of(held))
+        self.store.release(hold.lease)
         self.pool.put_back([place for place in hold.places if not place.shared])
 
     def known_blocks(self, pulled: Pulled) -> int:

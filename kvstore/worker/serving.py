@@ -20,6 +20,7 @@ from kvstore.worker.sampling import check
 MAX_WAITING = 256  # requests that may wait: beyond, a caller is told to come again later
 IDLE_S = 0.5  # seconds: how often an idle engine looks whether it is to stop
 CLOSE_S = 30.0  # seconds that `close` waits for the step under way
+MOST_FAILED_STEPS = 3  # in a row: one may be a request's fault, or a moment's lack of memory
 STUCK_S = 120.0  # seconds of one step: a hundred times those of a long one, and more than a machine is stopped for to be moved
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class EngineThread:
         self._new = 0  # requests in the queue, guarded by _lock
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._failed_steps, self._failed_after, self._failure = 0, -1.0, ""  # in a row, after how many good ones, and the last one's reason
         self._fault = ""  # what ended the thread, where nobody asked it to
         self._thread = threading.Thread(target=self._run, name="kvstore-engine", daemon=True)
         self._thread.start()
@@ -83,6 +85,8 @@ class EngineThread:
         if not self._thread.is_alive() or self._stopping.is_set():
             return f"the engine has ended{self._fault}"
         began_at = self._began_at
+        if self._failed_steps >= MOST_FAILED_STEPS and self._steps_made() == self._failed_after:
+            return f"the last {self._failed_steps} steps failed: {self._failure}"
         took_s = 0.0 if began_at is None else time.monotonic() - began_at
         return f"the engine has been at one step for {took_s:.0f} s" if took_s > self._stuck_s else ""
 
@@ -126,11 +130,9 @@ class EngineThread:
             try:
                 busy = self._engine.step()
             except KVStoreError as error:
-                log.exception("a step failed")
-                self._engine.drop_all(error)
-            except Exception as error:  # whatever broke: those that ran are told, and the next ones are served
-                log.exception("a step failed")
-                self._engine.drop_all(InternalFault(f"a step of the model failed: {error}; the requests under way are lost"))
+                self._failed(error)
+            except Exception as error:  # noqa: BLE001 — whatever broke: those that ran are told, and the next ones are served
+                self._failed(InternalFault(f"a step of the model failed: {error}; the requests under way are lost"))
         self._began_at = None
         try:
             what = self._asked.get(timeout=IDLE_S)
@@ -138,6 +140,16 @@ class EngineThread:
             return
         self._began_at = time.monotonic()
         self._asked_now(what)
+
+    def _failed(self, error: KVStoreError) -> None:
+        log.exception("a step failed")
+        made = self._steps_made()
+        self._failed_steps = self._failed_steps + 1 if made == self._failed_after else 1
+        self._failed_after, self._failure = made, str(error)
+        self._engine.drop_all(error)
+
+    def _steps_made(self) -> float:
+        return self._engine.figures().get("steps_total", 0.0)
 
     def _settle(self) -> None:
         while not self._asked.empty():

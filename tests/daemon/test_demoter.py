@@ -196,6 +196,23 @@ def test_what_is_cleared_under_its_copy_does_not_come_back() -> None:
     assert rig.hbm.stats().sessions[1].held_bytes == 0
 
 
+def test_what_is_cleared_and_committed_anew_under_its_copy_is_copied_from_where_it_lies_then() -> None:
+    rig = Rig()
+    hashes = rig.commit(1, 4)
+    (old,) = rig.demoter.next_jobs(rig.now)
+    for cache in (rig.hbm, rig.dram):
+        cache.clear(1, (1,))
+    rig.commit(1, 4)
+    rig.demoter.finished(old, [GOOD] * 4, rig.now)
+    assert rig.in_dram(hashes) == 0, "the bytes of before the clear"
+    (new,) = rig.step(after_s=1.0)
+    assert {block.units for block in old.items}.isdisjoint(block.units for block in new.items)
+    assert rig.in_dram(hashes) == 4
+    assert rig.demoter.counts["demoted_from_hbm"] == 4
+    rig.run()
+    assert rig.demoter.idle
+
+
 def test_when_the_gpu_is_lost_nothing_more_is_copied_and_nothing_is_held() -> None:
     rig = Rig()
     rig.commit(1, POOL_BLOCKS)

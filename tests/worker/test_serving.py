@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -120,12 +121,14 @@ def test_more_than_may_wait_are_told_to_come_again(serving: EngineThread) -> Non
     assert [each.end().finish for each in waiting] == [Finish.LENGTH] * 3
 
 
+def broken(*_: object) -> None:
+    """In place of a step's forward pass."""
+    raise RuntimeError("out of memory")
+
+
 def test_a_step_that_breaks_fails_what_ran_and_no_more(
     serving: EngineThread, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
         patch.setattr(serving._engine, "_forward", broken)
         lost = Waiting()
@@ -151,6 +154,23 @@ def test_its_end_ends_every_request(tiny: LoadedModel, store: Watched) -> None:
         serving.submit(Request(prompt(9), 2), Waiting())
     serving.close()
     assert store.held_bytes == 0
+
+
+def test_steps_that_fail_in_a_row_show_until_one_works(tiny: LoadedModel, store: Watched) -> None:
+    with closing(EngineThread(Engine(tiny, store))) as serving:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serving._engine, "_forward", broken)
+            for healthy in (True, True, False):
+                lost = Waiting()
+                serving.submit(Request(prompt(9), 2), lost)
+                assert lost.end().finish is Finish.FAILED
+                assert (serving.health() == "") is healthy
+        assert "the last 3 steps failed" in serving.health()
+        assert "out of memory" in serving.health()
+        after = Waiting()
+        serving.submit(REQUESTS[0], after)
+        assert after.end().finish is Finish.LENGTH
+        assert serving.health() == ""
 
 
 def test_a_thread_that_ends_by_itself_tells_everybody_and_says_why(

@@ -288,7 +288,7 @@ class HbmStore:
             if offered is None:
                 raise Unavailable("the daemon keeps no blocks on this GPU any more; go on without it")
             with self._mapping_lock:
-                if offered != self._mapping.pool:
+                if offered != self._mapping.pool or not self._mapping.imported.is_open:
                     fresh = self._map(offered)
                     old, self._mapping = self._mapping, fresh
                     self._drop(old, 0)
