@@ -10,7 +10,8 @@ from kvstore.daemon.jobs import Job, Moved
 from tests.simulation.machine import Machine
 from tests.simulation.strands import Killed
 
-LOCK_S = 1e-4  # seconds until a lock is tried again
+LOCK_S = 1e-4  # seconds until a lock is tried again, and twice as long each time after
+LONGEST_LOCK_S = 0.02  # seconds: who holds one while the disk is slow holds it for seconds, and each try is a step
 
 Run = Callable[[Job], list[Moved]]
 Deliver = Callable[[Job, list[Moved]], None]
@@ -79,11 +80,13 @@ class Lock:
         self._held = False
 
     def __enter__(self) -> None:
+        wait_s = LOCK_S
         while self._held:
             if self._machine.strand is None:
                 raise RuntimeError("an event loop waits for a thread's lock")
-            if not self._machine.pause(LOCK_S):
+            if not self._machine.pause(wait_s):
                 raise Killed
+            wait_s = min(2 * wait_s, LONGEST_LOCK_S)
         self._held = True
 
     def __exit__(self, *_: object) -> None:
