@@ -314,11 +314,11 @@ class HbmStore:
     def _release(self, lease: int) -> None:
         with self._lock:
             holders, lifted = self._leases.pop(lease, set()), self._lifts.pop(lease, None)
+        if lifted is not None:
+            self.abandon(lifted.targets)  # of blocks that somebody else had brought up first; before their lease frees others
         for mapping in holders:
             self._session.release(lease, pool=mapping.pool)
             self._drop(mapping, 1)
-        if lifted is not None:
-            self.abandon(lifted.targets)  # of blocks that somebody else had brought up first
 
     def _drop(self, mapping: Mapping, count: int) -> None:
         """So many uses less; a mapping that is not the present one goes with the last."""
