@@ -97,11 +97,11 @@ def test_every_setting_arrives() -> None:
         ("a", "b"),
         "s",
         -2,
-        True,
-        False,
-        False,
-        True,
-        True,
+        ignore_eos=True,
+        skip_special=False,
+        echo=False,
+        stream=True,
+        include_usage=True,
     )
     assert asking.completion(COMPLETION | body) == expected
     chat = {name: value for name, value in body.items() if name not in ("logprobs", "echo", "best_of")}
