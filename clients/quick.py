@@ -1,4 +1,4 @@
-"""Lookups over the daemon's socket for them alone; kvstore/daemon/quick.py has the protocol. Where there is none, gRPC has the answers too.
+"""Lookups over the daemon's socket for them alone (`kvstore.proto.lookups`). Where there is none, gRPC has the answers too.
 
 Any thread may call; each uses a connection of its own while it waits.
 """
@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections import deque
 
 from kvstore import errors
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.lookups import EPOCH_BYTES, MAGIC, REPLY, REQUEST, SUFFIX
 
-SUFFIX = ".lookup"  # as in kvstore/daemon/quick.py, like all here
-MAGIC = b"kvl1"
-REQUEST = struct.Struct("<4sII16s")
-REPLY = struct.Struct("<II")
-EPOCH_BYTES = 16  # bytes: what a request has room for, and epochs have
 MAX_IDLE = 8  # connections kept: threads that look up at the same time are few
 AGAIN_S = 1.0  # seconds until a socket that was not there is tried again
 

@@ -1,18 +1,13 @@
 """Lookups over a plain Unix socket beside the service's: a round trip of gRPC costs several times what a lookup does.
 
-For whoever may open the service's own socket, on this machine alone; the service answers the same lookups, of groups too. Numbers are
-little-endian, one request is under way on a connection at a time, and who sends another before its answer is cut off:
-
-    request   REQUEST (magic, namespace_id, blocks, epoch), then 32 bytes a block
-    reply     REPLY (status, bytes), then with status 0 a byte for the tier of each leading block that is here, as in LookupReply; with
-              another the name of a gRPC status, a space, and the text that the service would give
+For whoever may open the service's own socket, on this machine alone; the service answers the same lookups, of groups too. The wire format
+is in `kvstore.proto.lookups`; who sends another request before the last one's answer is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +17,8 @@ from kvstore import errors
 from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH
 from kvstore.daemon import sockets
 from kvstore.daemon.rpc import CallMeter
+from kvstore.proto.lookups import MAGIC, REPLY, REQUEST, SUFFIX
 
-SUFFIX = ".lookup"  # of the socket's path, after that of the service's own
-MAGIC = b"kvl1"
-REQUEST = struct.Struct("<4sII16s")
-REPLY = struct.Struct("<II")
 MAX_CONNECTIONS = 256  # at once: as many sessions are attached at most by default; whoever comes after uses the service
 MAX_PATH_BYTES = 107  # bytes of a Unix socket's path, by the kernel
 

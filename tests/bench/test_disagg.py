@@ -3,17 +3,16 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from kvstore.bench.disagg.asking import Asked, Heard
 from kvstore.bench.disagg.command import Plan, make, serve
 from kvstore.bench.disagg.fleet import Machine
 from kvstore.bench.disagg.report import compare, figures_of, show
 from kvstore.cli.main import main
-from kvstore.worker.bundled import bundled_folder
 from kvstore.worker.model import load_model
 from kvstore.worker.plain import generate_plain
+from tests.worker.little import save_little_llama
 
 PLAN = Plan(
     talks=3, reads=2, talk_tokens=40, read_tokens=200, talk_answer=12, read_answer=2, talk_every_s=0.05, read_every_s=0.1, seed=3
@@ -28,15 +27,7 @@ def encode(text: str) -> list[int]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama with a real tokenizer."""
-    place = tmp_path_factory.mktemp("models") / "little"
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=512, initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(place)
-    AutoTokenizer.from_pretrained(bundled_folder(), local_files_only=True).save_pretrained(place)
-    return place
+    return save_little_llama(tmp_path_factory.mktemp("models") / "little", 32, 2, 2, 1, 512)
 
 
 def test_split_roles_serve_the_load_and_the_texts_are_those_of_one_engine(folder: Path) -> None:

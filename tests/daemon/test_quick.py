@@ -15,9 +15,9 @@ from kvstore import errors
 from kvstore.clients import quick as ours
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
-from kvstore.clients.quick import MAGIC, REPLY, REQUEST
 from kvstore.daemon import quick as theirs
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.lookups import MAGIC, REPLY, REQUEST, SUFFIX
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern
 
@@ -52,18 +52,8 @@ def request(space: Namespace, hashes: bytes, epoch: str = "") -> pb.LookupReques
 def connected(daemon: DaemonProcess) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(TIMEOUT_S)
-    connection.connect(daemon.address + theirs.SUFFIX)
+    connection.connect(daemon.address + SUFFIX)
     return connection
-
-
-def test_both_sides_mean_the_same() -> None:
-    """Magic, layout, and the socket's name."""
-    assert (ours.SUFFIX, ours.MAGIC, ours.REQUEST.format, ours.REPLY.format) == (
-        theirs.SUFFIX,
-        theirs.MAGIC,
-        theirs.REQUEST.format,
-        theirs.REPLY.format,
-    )
 
 
 @pytest.mark.parametrize(("blocks", "more"), [(5, 0), (3, 4), (0, 2), (2048, 100)])
@@ -153,10 +143,10 @@ def test_a_restart_is_seen_by_who_was_connected(tmp_path: Path) -> None:
     with DaemonProcess(tmp_path, nvme=False) as daemon, KVClient(daemon.address) as client:
         space, hashes = stored(client, 8, 2)
         assert client.lookup(space, hashes).blocks == 2
-        assert os.stat(daemon.address + theirs.SUFFIX).st_mode & 0o777 == 0o660
+        assert os.stat(daemon.address + SUFFIX).st_mode & 0o777 == 0o660
         daemon.restart()
         assert client.lookup(space, hashes).blocks == 0
         daemon.stop()
-        assert not os.path.exists(daemon.address + theirs.SUFFIX)
+        assert not os.path.exists(daemon.address + SUFFIX)
         with pytest.raises(errors.Unavailable):
             client.lookup(space, hashes)

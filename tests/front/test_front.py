@@ -19,13 +19,12 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.main import main
 from kvstore.testing.daemon import DaemonProcess
-from kvstore.worker.bundled import bundled_folder
 from kvstore.worker.model import load_model
 from kvstore.worker.plain import generate_plain
+from tests.worker.little import save_little_llama
 
 WAIT_S = 60.0  # for what must come; a busy machine takes its time
 BLOCK_TOKENS = 16  # tokens of a block in a worker
@@ -61,15 +60,7 @@ class Process:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Llama in fp32 with a real tokenizer."""
-    place = tmp_path_factory.mktemp("models") / "little"
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048, initializer_range=0.2, eos_token_id=None, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(place)
-    AutoTokenizer.from_pretrained(bundled_folder(), local_files_only=True).save_pretrained(place)
-    return place
+    return save_little_llama(tmp_path_factory.mktemp("models") / "little", 64, 3, 4, 2, 2048)
 
 
 @pytest.fixture(scope="module")
