@@ -93,7 +93,9 @@ def test_a_router_hears_where_the_store_has_the_blocks(daemon: DaemonProcess, tm
         assert [tokens for _, _, tokens in own] == [TEXT[at : at + BLOCK_TOKENS] for at in range(0, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS)]
         assert router.comes_to_believe(blocks, BOTH)
         assert router.told("CPU") == own
-        assert sorted(router.told("STORAGE")) == sorted(own)
+        # The disk may have been slower than the last prompt that was for listening alone: told of that one too, by now.
+        on_disk = [each for each in router.told("STORAGE") if each[0] in blocks]
+        assert sorted(on_disk) == sorted(own)
         first = next(event for event in router.stored if event["medium"] == "CPU")
         assert first["extra_keys"][0] == ["a salt"]
         assert first["kv_cache_spec_kind"] == "full_attention"
