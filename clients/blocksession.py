@@ -2,7 +2,7 @@
 
 Any thread may call; only `acquire` and `reserve` wait. When the daemon goes away, slots in hand stay valid (their memory is kept for as
 long as the old session's lock is held, which is until the last of them is given back); calls that need it raise Unavailable, and a new
-session is made as soon as it is back.
+session is made as soon as it is back (`kept.py`). A daemon that stands still is waited for once.
 
 Operations with `pool=` are about slots in a GPU's memory, one of `pools`; the same session, and the same rules. A pool is of one run of
 the daemon: after a restart calls with it raise Unavailable, `pools` has another, and that is to be mapped (`map_pool`).
@@ -11,7 +11,6 @@ the daemon: after a restart calls with it raise Unavailable, `pools` has another
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +29,7 @@ from kvstore.clients.blocks import Prompt, Slots, Tokens
 from kvstore.clients.channel import CALL_TIMEOUT_S, OPTIONS, error_of
 from kvstore.clients.handles import OUTCOME_NAMES, STORED, Attached
 from kvstore.clients.hbm import ImportedPool
+from kvstore.clients.kept import Kept, Live
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.pools import Pool, number_of
 from kvstore.clients.steps import GRACE_S
@@ -39,7 +39,7 @@ from kvstore.kernels.driver import CudaDriver
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
-RETRY_S = 0.5  # seconds between attempts to reach a daemon that is away: its users must not wait at every step
+RESERVE_S = 5.0  # seconds for slots: a daemon has them in a millisecond, and an engine's step may wait for them
 
 _Name = int | tuple[Pool, int]  # a slot's units, or a lease's id, in the arena or in a pool
 
@@ -72,16 +72,18 @@ class BlockSession:
         self._place, self._geometry, self._request, self._hello = place, geometry, request, hello
         self._channel = grpc.insecure_channel(place, OPTIONS)
         self._stub = KVStoreStub(self._channel)
-        self._attaching = threading.Lock()
         self._idle = threading.Condition()  # guards everything below; notified when a commit is answered
         self._reserved: dict[_Name, tuple[Attached, int]] = {}  # by units: whose, and under which reservation
         self._leases: dict[_Name, set[Attached]] = {}
         self._pending = 0
         self._outcomes: Counter[str] = Counter()
         self._closed = False
-        self._retry_at = 0.0
         self._tails = False
-        self._live = self._connect(None)  # replaced whole, under _attaching
+        self._kept = Kept(place, self._connect)
+
+    @property
+    def _live(self) -> Live:
+        return self._kept.live
 
     @property
     def geometry(self) -> Geometry:
@@ -119,11 +121,10 @@ class BlockSession:
         with self._idle:
             return dict(self._outcomes)
 
-    def acquire(
-        self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None, *, pool: Pool | None = None
-    ) -> Slots:
+    def acquire(self, lease: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None, *, pool: Pool | None = None) -> Slots:
         """Lease the leading blocks that the store has, or that a pool has (none is brought there: see `clients.promotion`)."""
-        link, attached, namespace_id = self._ready(pool)
+        live = self._ready(pool)
+        link, attached, namespace_id = live
         asked = requests.checked_hashes(hashes[: requests.MAX_BLOCKS_PER_CALL * HASH_BYTES])
         op = requests.acquire(lease, namespace_id, asked, timeout_s, prompt if self._tails else None, pool=number_of(pool))
         if prompt is not None and not op.acquire.hashes and not op.acquire.token_ids:
@@ -135,6 +136,9 @@ class BlockSession:
                 raise errors.Unavailable(str(error)) from error
             if isinstance(granting.error, _GONE):
                 raise errors.Unavailable(str(granting.error)) from granting.error
+            if not granting.settled and not granting.expected:  # not even an answer
+                self._kept.stands_still(live, requests.release(lease, pool=number_of(pool)))
+                raise errors.Unavailable(f"daemon at {self._place}: no answer within {timeout_s + GRACE_S:.1f} s; see its log")
             with self._idle:
                 if granting.error is None:
                     self._remember(_name(lease, pool), attached)
@@ -150,14 +154,14 @@ class BlockSession:
         with _held(live[1]):
             return self._reserve(live, count, pool)
 
-    def _reserve(self, live: tuple[Link, Attached, int], count: int, pool: Pool | None) -> Slots:
+    def _reserve(self, live: Live, count: int, pool: Pool | None) -> Slots:
         link, attached, namespace_id = live
         reservation = link.new_id()
         op = requests.reserve(reservation, namespace_id, count=min(count, requests.MAX_BLOCKS_PER_CALL), pool=number_of(pool))
         try:
-            answer = link.ask([op], CALL_TIMEOUT_S)[0]
+            answer = link.ask([op], RESERVE_S)[0]
         except errors.DeadlineExceeded as error:
-            self._tell(attached, [requests.abandon(reservation, pool=number_of(pool))])
+            self._kept.stands_still(live, requests.abandon(reservation, pool=number_of(pool)))
             raise errors.Unavailable(str(error)) from error
         except _GONE as error:
             raise errors.Unavailable(str(error)) from error
@@ -222,7 +226,7 @@ class BlockSession:
             self._reserved.clear()
             self._leases.clear()
         if first:
-            self._live[0].close()
+            self._kept.close()
             self._channel.close()
 
     # ----
@@ -280,29 +284,17 @@ class BlockSession:
                 self._outcomes["failed"] += len(slots)
             self._idle.notify_all()
 
-    def _ready(self, pool: Pool | None = None) -> tuple[Link, Attached, int]:
+    def _ready(self, pool: Pool | None = None) -> Live:
         """The live session; a new one where the last is over. Raises Unavailable, soon again where the daemon was just tried.
 
         Also where `pool` is not of its epoch: that memory is nobody's any more.
         """
-        live = self._attach()
-        if pool is not None and pool.epoch != live[1].session.epoch:
+        live = self._kept.ready()
+        if pool is not None and pool.epoch != live.attached.session.epoch:
             raise errors.Unavailable("the daemon was restarted, and its GPU memory is another by now; take it from `pools` and map it")
         return live
 
-    def _attach(self) -> tuple[Link, Attached, int]:
-        with self._attaching:
-            if self._closed:
-                raise errors.Unavailable("the store was closed; open its blocks again")
-            if not self._live[0].alive:
-                now = time.monotonic()
-                if now < self._retry_at:
-                    raise errors.Unavailable(f"daemon at {self._place}: away, tried less than {RETRY_S} s ago; go on without it")
-                self._retry_at = now + RETRY_S
-                self._live = self._connect(self._live[1])
-            return self._live
-
-    def _connect(self, before: Attached | None) -> tuple[Link, Attached, int]:
+    def _connect(self, before: Attached | None) -> Live:
         link = Link(self._stub, self._place, self._hello, before.arena if before else None)
         try:
             opened = link.open()
@@ -322,4 +314,4 @@ class BlockSession:
             link.close()
             raise
         self._tails = reply.tails and self._request.tails
-        return link, opened, reply.namespace_id
+        return Live(link, opened, reply.namespace_id)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from kvstore import errors
 from kvstore.clients.blocks import BlockStore, Slots
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.client import KVClient
+from kvstore.clients.link import ATTACH_TIMEOUT_S
 from kvstore.clients.requests import MAX_BLOCKS_PER_CALL
 from kvstore.geometry import Geometry
 from kvstore.hashing import fingerprint
@@ -20,6 +25,8 @@ from tests.blocks import BLOCK_TOKENS, GEOMETRY, IDENTITY, chain, each_hash, pat
 from tests.cases.figures import eventually
 
 UNIT_BYTES = 4096
+ASKED = 60  # calls to a daemon that stands still: far more than have time to wait for it one after another
+TOGETHER_S = 20.0  # seconds that all of them may take on a machine that does other things too; each waits for more than a third of one
 
 
 @pytest.fixture
@@ -75,6 +82,15 @@ def attached_again(blocks: BlockStore) -> bool:
         return False
     blocks.abandon(slots)
     return len(slots) == 1
+
+
+@contextmanager
+def standing_still(daemon: DaemonProcess) -> Iterator[None]:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
 
 
 def test_committed_slots_are_found_and_stay_where_they_are(blocks: BlockStore) -> None:
@@ -216,3 +232,52 @@ def test_close_gives_everything_back(blocks: BlockStore, daemon: DaemonProcess) 
     wait_until_held(daemon, 0)
     with pytest.raises(errors.Unavailable):
         blocks.reserve(1)
+
+
+@pytest.mark.parametrize("first", ["reserve", "acquire"])
+def test_a_daemon_that_stands_still_is_waited_for_once(
+    blocks: BlockStore, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """And is used again as soon as it gives a sign of life; what it was asked meanwhile is taken back."""
+    hashes = chain(20, 3)
+    store(blocks, 1, hashes)
+    monkeypatch.setattr("kvstore.clients.blocksession.RESERVE_S", 0.4)
+    monkeypatch.setattr("kvstore.clients.blocksession.GRACE_S", 0.4)
+    calls: dict[str, Callable[[], Slots]] = {"reserve": lambda: blocks.reserve(5), "acquire": lambda: blocks.acquire(2, hashes, 0.0)}
+    with standing_still(daemon):
+        with pytest.raises(errors.Unavailable, match="no answer within"):
+            calls[first]()
+        began_at = time.monotonic()
+        for _ in range(ASKED // 2):
+            for call in calls.values():
+                with pytest.raises(errors.Unavailable, match="did not answer"):
+                    call()
+        assert time.monotonic() - began_at < TOGETHER_S
+    assert eventually(lambda: attached_again(blocks))
+    assert len(blocks.acquire(3, hashes, 5.0)) == 3
+    blocks.release(3)
+    wait_until_held(daemon, 3)
+
+
+def test_nobody_waits_for_long_behind_a_session_that_does_not_come(blocks: BlockStore, daemon: DaemonProcess) -> None:
+    """The daemon was restarted, and stands still before it has taken anybody."""
+    outcomes: list[str] = []
+
+    def ask() -> None:
+        for _ in range(ASKED // 10):
+            try:
+                blocks.reserve(1)
+            except errors.KVStoreError as error:
+                outcomes.append(type(error).__name__)
+
+    daemon.restart()
+    with standing_still(daemon):
+        threads = [threading.Thread(target=ask) for _ in range(10)]
+        began_at = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began_at < ATTACH_TIMEOUT_S
+    assert outcomes == ["Unavailable"] * ASKED
+    assert eventually(lambda: attached_again(blocks))

@@ -1,5 +1,7 @@
 """The worker over a real daemon: sharing between sessions, and going on when the daemon is killed under a running sequence."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -9,6 +11,7 @@ import pytest
 from kvstore.cli.demo_processes import Daemon, Places, places
 from kvstore.clients.blocks import Slots
 from kvstore.clients.client import KVClient
+from kvstore.testing.daemon import DaemonProcess
 from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import generate_plain
@@ -141,3 +144,37 @@ def test_bytes_of_a_hit_from_disk_are_those_that_were_stored(tiny: LoadedModel, 
     assert found == written[:12]
     engine.close()
     store.close()
+
+
+def test_a_daemon_that_stands_still_is_waited_for_once_and_changes_no_answer(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops in the middle of an answer; those that come meanwhile, short and long ones, do not wait for it one by one."""
+    monkeypatch.setattr("kvstore.clients.blocksession.RESERVE_S", 0.5)
+    monkeypatch.setattr("kvstore.clients.blocksession.GRACE_S", 0.5)
+    first = Request(prompt(100), 100)
+    others = [Request(prompt(length, seed=length), 12) for length in (100, 5, 60, 7) * 6]
+    with DaemonProcess(dram="8MiB", nvme=False) as daemon:
+        with KVClient(daemon.address) as client:
+            store = Watched(client.open_blocks(tiny.identity, tiny.geometry(BLOCK_TOKENS)))
+        engine = Engine(tiny, store)
+        engine.generate([first])
+        assert store.flush(10)
+        commits = len(store.committed)
+        store.on_commit = lambda *_: os.kill(daemon.pid, signal.SIGSTOP) if len(store.committed) == commits + 3 else None
+        try:
+            began_at = time.monotonic()
+            longer = Request([*first.tokens, *prompt(9, seed=7)], 100)
+            done = [engine.generate([each])[0] for each in (longer, *others)]
+            took_s = time.monotonic() - began_at
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert [each.tokens for each in done] == [generate_plain(tiny, each.tokens, each.max_tokens).tokens for each in (longer, *others)]
+        assert (done[0].hit_tokens, done[-1].hit_tokens, done[-1].store_fault[:9]) == (96, 0, "daemon at")
+        assert took_s < len(others) * 0.5, "each waited"
+        for _ in range(REACH_TRIES):
+            done = [engine.generate([first])[0]]
+            if done[0].hit_tokens == 96:
+                break
+            time.sleep(REACH_PAUSE_S)
+        assert (done[0].hit_tokens, done[0].store_fault) == (96, "")
+        engine.close()
+        store.close()
