@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -20,14 +20,16 @@ from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.aio_link import AsyncLink
 from kvstore.clients.blocks import Tokens
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
+from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.link import Unmapped
 from kvstore.clients.put import Put
 from kvstore.clients.requests import KEEP_ALL, Keep
-from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
+from kvstore.clients.steps import Ask, Attach, Call, Command, MapPool, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
+from kvstore.kernels.driver import CudaDriver
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
@@ -43,11 +45,21 @@ log = logging.getLogger("kvstore.client")
 class AsyncKVClient:
     """A connection to the daemon of this machine, made and used on one event loop. See KVClient, whose calls it has with await."""
 
-    def __init__(self, address: str | None = None, *, name: str = "", guarantee_bytes: int = 0, limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        guarantee_bytes: int = 0,
+        limit_bytes: int = 0,
+        gpus: Sequence[int] = (),
+        driver: CudaDriver | None = None,
+    ) -> None:
+        self._gpus = Gpus(gpus, driver)
         self.place = target(address)
         self._channel = grpc.aio.insecure_channel(self.place, OPTIONS)
         self._stub = cast("KVStoreAsyncStub", KVStoreStub(cast(Any, self._channel)))
-        self._hello = requests.hello(name, guarantee_bytes, limit_bytes)
+        self._hello = requests.hello(name, guarantee_bytes, limit_bytes, self._gpus.terms())
         self._attaching = asyncio.Lock()
         self._link: AsyncLink | None = None
         self._attached: Attached | None = None
@@ -80,18 +92,23 @@ class AsyncKVClient:
         tokens: Tokens | None = None,
         identity: Identity | None = None,
         timeout_s: float = GET_TIMEOUT_S,
+        pool: int | None = None,
     ) -> AsyncIterator[Lease]:
         """The leading blocks that the store has, readable until the `async with` block ends. See KVClient.get."""
-        lease = await self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
+        wanted = requests.prompt_or_hashes(namespace, hashes, tokens, identity)
+        lease = await self._run(reading.get(namespace, wanted, timeout_s, pool))
         try:
             yield lease
         finally:
             await self._run(reading.close_lease(lease))
 
     @asynccontextmanager
-    async def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> AsyncIterator[Put]:
+    async def put(
+        self, namespace: Namespace, hashes: bytes, parent: bytes | None = None, *, pool: int | None = None
+    ) -> AsyncIterator[Put]:
         """Slots for those blocks of a chain that are not stored yet. See KVClient.put."""
-        put = await self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent))
+        before = namespace.root if parent is None else parent
+        put = await self._run(writing.put(namespace, requests.checked_hashes(hashes), before, pool))
         try:
             yield put
         except BaseException:
@@ -141,6 +158,7 @@ class AsyncKVClient:
             link, self._link, self._closed = self._link, None, True
         if link is not None:
             await link.close()
+        self._gpus.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -175,6 +193,8 @@ class AsyncKVClient:
                 return self._link_of(attached).tell(ops)
             case Take(attached, op, timeout_s):
                 return await self._link_of(attached).take(op, timeout_s)
+            case MapPool(attached, gpu):
+                return await asyncio.to_thread(self._gpus.mapped, attached, gpu)
             case Pause(seconds):
                 return await asyncio.sleep(seconds)
         if self._closed:

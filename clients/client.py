@@ -20,6 +20,7 @@ from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import Tokens, require_tails
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
+from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.link import Link, Unmapped
@@ -27,9 +28,10 @@ from kvstore.clients.pools import PoolTerms
 from kvstore.clients.put import Put
 from kvstore.clients.quick import QuickLookups
 from kvstore.clients.requests import KEEP_ALL, Keep
-from kvstore.clients.steps import Ask, Attach, Call, Command, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
+from kvstore.clients.steps import Ask, Attach, Call, Command, MapPool, Pause, Receive, Send, Steps, Take, Tell, persistent, reopen
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
+from kvstore.kernels.driver import CudaDriver
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
@@ -45,16 +47,28 @@ class KVClient:
     address           the daemon's socket (a path), or host:port; None takes KVSTORE_LISTEN, then the daemon's own default
     name              shown in the daemon's log and statistics
     guarantee_bytes   host memory that other sessions cannot take from this one;  limit_bytes  the most it may hold, 0 for no limit
+    gpus              GPUs whose memory `get` and `put` are to use too, by their numbers in this process;  driver  None finds CUDA's
     It attaches on the first `get` or `put`, and again by itself after the daemon was restarted: leases held then raise StaleEpoch
     (or SessionEnded), new calls work. All errors are kvstore.errors.
     """
 
-    def __init__(self, address: str | None = None, *, name: str = "", guarantee_bytes: int = 0, limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        guarantee_bytes: int = 0,
+        limit_bytes: int = 0,
+        gpus: Sequence[int] = (),
+        driver: CudaDriver | None = None,
+    ) -> None:
+        """Raises ConfigError where there is no driver for `gpus`, or no such GPU."""
+        self._gpus = Gpus(gpus, driver)
         self.place = target(address)
         self._channel = grpc.insecure_channel(self.place, OPTIONS)
         self._stub = KVStoreStub(self._channel)
         self._quick = QuickLookups(self.place)
-        self._hello = requests.hello(name, guarantee_bytes, limit_bytes)
+        self._hello = requests.hello(name, guarantee_bytes, limit_bytes, self._gpus.terms())
         self._attaching = threading.Lock()
         self._link: Link | None = None
         self._attached: Attached | None = None
@@ -92,25 +106,30 @@ class KVClient:
         tokens: Tokens | None = None,
         identity: Identity | None = None,
         timeout_s: float = GET_TIMEOUT_S,
+        pool: int | None = None,
     ) -> Iterator[Lease]:
         """The leading blocks that the store has, readable until the `with` block ends. See `lookup` for what to give.
 
         Fewer blocks than asked, down to none, where some are missing, could not be read, or did not come within `timeout_s`.
+        pool   one of the client's `gpus`: first the blocks in that GPU's memory (`device_views`), then what follows from host memory
+        Raises InvalidArgument and ConfigError where there is no such pool.
         """
-        lease = self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s))
+        lease = self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s, pool))
         try:
             yield lease
         finally:
             self._run(reading.close_lease(lease))
 
     @contextmanager
-    def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> Iterator[Put]:
+    def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None, *, pool: int | None = None) -> Iterator[Put]:
         """Slots for those blocks of a chain that are not stored yet; see Put.
 
         hashes   32 bytes a block, consecutive;  parent  the hash before the first, None for the namespace's root
+        pool     one of the client's `gpus`: the blocks go to that GPU's memory, and the daemon copies them down from there
         On a normal end of the `with` block the filled blocks are committed, and found by anybody from then on; on an exception none.
+        Raises InvalidArgument and ConfigError where there is no such pool.
         """
-        put = self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent))
+        put = self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent, pool))
         try:
             yield put
         except BaseException:
@@ -131,6 +150,7 @@ class KVClient:
         request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL, tails)
         hello = pb.Hello()
         hello.MergeFrom(self._hello)
+        del hello.pools[:]  # of `get` and `put`
         hello.pools.extend(each.message() for each in pools)
         return BlockSession(self.place, geometry, request, hello)
 
@@ -179,6 +199,7 @@ class KVClient:
             link, self._link, self._closed = self._link, None, True
         if link is not None:
             link.close()
+        self._gpus.close()
         self._quick.close()
         self._channel.close()
 
@@ -214,6 +235,8 @@ class KVClient:
                 return self._link_of(attached).tell(ops)
             case Take(attached, op, timeout_s):
                 return self._link_of(attached).take(op, timeout_s)
+            case MapPool(attached, gpu):
+                return self._gpus.mapped(attached, gpu)
             case Pause(seconds):
                 return time.sleep(seconds)
             case Call(request=pb.LookupRequest() as asked) if (reply := self._quick.ask(asked, command.timeout_s)) is not None:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -21,7 +22,15 @@ ALONE_BYTES = 2 << 20  # bytes: less is copied before another thread has woken u
 CACHED_BYTES = 4 << 20  # bytes: more would not be found in the caches anyway, so it is copied past them
 MOST_THREADS = 4  # copying at once, the caller among them: more do not go faster on the machines that were measured
 
-Buffer = bytes | bytearray | memoryview | Bytes
+
+class DeviceArray(Protocol):
+    """An array in a GPU's memory, of CuPy or torch: only where a call names a pool."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any: ...
+
+
+Buffer = bytes | bytearray | memoryview | Bytes | DeviceArray
 Warm = Callable[[int, int, int], None]  # (which block, from byte, to byte): have this memory mapped
 
 _guard = threading.Lock()
@@ -37,7 +46,7 @@ def address(memory: Bytes) -> int:
 def checked(buffer: Buffer, size_bytes: int, what: str, *, writable: bool) -> Bytes:
     """A caller's buffer as an array. Raises InvalidArgument where it is none, of another size, or may not be written."""
     try:
-        data = np.frombuffer(buffer, np.uint8)
+        data = np.frombuffer(cast(Any, buffer), np.uint8)
     except (TypeError, ValueError) as error:
         raise errors.InvalidArgument(f"{what} is no buffer in one piece ({error}); give bytes, or a contiguous array of them") from None
     if len(data) != size_bytes:

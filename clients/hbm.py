@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ class DeviceBytes:
     """
 
     def __init__(self, pool: ImportedPool, address: int, size_bytes: int) -> None:
+        self.address = address  # for the driver
         self._pool = pool
         self.__cuda_array_interface__: dict[str, Any] = {
             "data": (address, False),
@@ -64,6 +67,29 @@ class ImportedPool:
         if offset_bytes < 0 or size_bytes <= 0 or offset_bytes + size_bytes > self.size_bytes:
             raise InvalidArgument(f"{size_bytes} bytes at {offset_bytes} are not in a pool of {self.size_bytes}")
         return DeviceBytes(self, self.address + offset_bytes, size_bytes)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Make copies (to, of, bytes), by addresses of host or GPU memory, and sleep until all have arrived.
+
+        What fills the sources must have run. Raises CudaError where a copy cannot be made; none is in flight then, or the GPU is lost.
+        """
+        driver, device = self._driver, self.device
+        stream = driver.stream(device)
+        try:
+            event = driver.event(device)
+            try:
+                try:
+                    for to, of, size_bytes in copies:
+                        driver.copy(device, stream, to, of, size_bytes)
+                finally:  # what was queued must have run before anybody gives the memory back, also where the rest could not be
+                    driver.record(device, stream, event)
+                    driver.wait(device, event)
+            finally:
+                with contextlib.suppress(CudaError):
+                    driver.close_event(device, event)
+        finally:
+            with contextlib.suppress(CudaError):
+                driver.close_stream(device, stream)
 
     @property
     def is_open(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from kvstore import errors
 from kvstore.clients.arena import Bytes
 from kvstore.clients.copying import Buffer, address, checked, copy_blocks
+from kvstore.clients.gpus import MappedPool, place_of
 from kvstore.clients.handles import EXISTS, OUTCOME_NAMES, SLOT, STORED, Attached
+from kvstore.clients.hbm import DeviceBytes
+from kvstore.clients.pools import number_of
+from kvstore.geometry import UNIT_BYTES
 from kvstore.hashing import HASH_BYTES
 
 
@@ -22,8 +26,14 @@ class Put:
     `outcomes`, one code a block of the sequence (`names` has them in words), are final after the `with` block.
     """
 
-    def __init__(self, hashes: bytes, parent: bytes, outcomes: NDArray[np.uint8], block_bytes: int) -> None:
-        """outcomes [n]: SLOT marks the blocks to write. They are gathered in memory of this process until `give_slots` is called."""
+    def __init__(
+        self, hashes: bytes, parent: bytes, outcomes: NDArray[np.uint8], block_bytes: int, pool: MappedPool | None = None
+    ) -> None:
+        """outcomes [n]: SLOT marks the blocks to write. They are gathered in memory of this process until `give_slots` is called.
+
+        pool   whose slots will be given, held for this put; None: of host memory
+        """
+        self.pool = pool
         self.hashes = hashes
         self.outcomes = outcomes
         self.block_bytes = block_bytes
@@ -39,6 +49,11 @@ class Put:
     def give_slots(self, attached: Attached, reservation: int, units: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """The blocks are to be written in place."""
         self.attached, self.reservation, self.units, self.generations = attached, reservation, units, generations
+
+    @property
+    def pool_number(self) -> int:
+        """Where the slots are, as operations say it."""
+        return number_of(self.pool.pool if self.pool is not None else None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +75,9 @@ class Put:
         if len(sources) != len(self.outcomes):
             raise errors.InvalidArgument(f"{len(sources)} sources for {len(self.outcomes)} blocks; give one for each block")
         indices = self.blocks.indices.tolist()
+        if self.pool is not None:
+            self.write_in_pool(self.pool, [(index, sources[index]) for index in indices])
+            return
         data = [checked(sources[index], self.block_bytes, "a source", writable=False) for index in indices]
         if self.attached is None:
             for block, source in zip(self.blocks, data, strict=True):
@@ -75,6 +93,22 @@ class Put:
             copy_blocks(targets, [address(each) for each in data], self.block_bytes, warm)
         for index in indices:
             self.filled[index] = 1
+
+    def write_in_pool(self, pool: MappedPool, sources: Sequence[tuple[int, Any]]) -> None:
+        """Copy blocks, each (index, source), to the GPU, and mark them done. Sources may lie in its memory too, filled already."""
+        size_bytes = self.block_bytes
+        places = [place_of(source, size_bytes, "a source", writable=False) for _, source in sources]
+        targets = [self.device_view(index).address for index, _ in sources]
+        pool.imported.copy([(to, of, size_bytes) for to, of in zip(targets, places, strict=True)])
+        for index, _ in sources:
+            self.filled[index] = 1
+
+    def device_view(self, index: int) -> DeviceBytes:
+        """Block `index` in the GPU's memory. Raises InvalidArgument where it is in the host's."""
+        self.check_open()
+        if self.pool is None:
+            raise errors.InvalidArgument("this block is in host memory: fill its view; or put with pool= for one in a GPU's")
+        return self.pool.imported.view(int(self.units[index]) * UNIT_BYTES, self.block_bytes)
 
     def check_open(self) -> None:
         """Raise SessionEnded where the `with` block has ended: what is written then would change bytes that others read."""
@@ -122,8 +156,16 @@ class PutBlock:
         return self._put.hash_at(self.index)
 
     @property
+    def device_view(self) -> DeviceBytes:
+        """With a `pool`: the block's bytes in the GPU's memory, to be written here, as CuPy and torch take them without a copy.
+
+        What writes them must have run before `done` is said, and before the `with` block ends, however it does.
+        """
+        return self._put.device_view(self.index)
+
+    @property
     def view(self) -> Bytes:
-        """The block's bytes, to be written here; read-only once the `with` block has ended."""
+        """The block's bytes, to be written here; read-only once the `with` block has ended. With a `pool` see `device_view`."""
         self.warm(0, self._put.block_bytes)
         view = self.memory()
         self._put.handed_out(view)
@@ -142,6 +184,9 @@ class PutBlock:
     def write(self, source: Buffer) -> None:
         """Copy the whole block from `source` and mark it done."""
         self._put.check_open()
+        if self._put.pool is not None:
+            self._put.write_in_pool(self._put.pool, [(self.index, source)])
+            return
         self.warm(0, self._put.block_bytes)
         np.copyto(self.memory(), checked(source, self._put.block_bytes, "the source", writable=False))
         self.done()
@@ -154,6 +199,8 @@ class PutBlock:
         """`view`, whose pages this process may not have mapped yet. Of each block one thread at a time may ask."""
         if self._view is None:
             put = self._put
+            if put.pool is not None:
+                raise errors.InvalidArgument("this block is in a GPU's memory: fill its device_view, or use write")
             arena = put.attached.arena if put.attached is not None else None
             size = put.block_bytes
             self._view = np.zeros(size, np.uint8) if arena is None else arena.writable_view(int(put.units[self.index]), size)
@@ -162,7 +209,7 @@ class PutBlock:
     def warm(self, start: int, stop: int) -> None:
         """Have these bytes mapped before they are written: a fault a page costs several times as much. Any thread may call."""
         put = self._put
-        if put.attached is not None and not put.sealed:
+        if put.attached is not None and put.pool is None and not put.sealed:
             put.attached.arena.warm(int(put.units[self.index]), start, stop, write=True)
 
 

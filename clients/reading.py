@@ -1,13 +1,19 @@
-"""The steps of `get`: a lease on blocks in place, or copies of them where the arena cannot be mapped."""
+"""The steps of `get`: a lease on blocks in place, in GPU memory and the arena, or copies of them where the arena cannot be mapped."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvstore import errors
 from kvstore.clients import requests
+from kvstore.clients.gpus import MappedPool
 from kvstore.clients.handles import Attached, Namespace
+from kvstore.clients.hbm import DeviceBytes
 from kvstore.clients.lease import Lease, Views
+from kvstore.clients.pools import Pool, number_of
+from kvstore.clients.requests import Words
 from kvstore.clients.session import Granting
 from kvstore.clients.steps import (
     GRACE_S,
@@ -21,48 +27,89 @@ from kvstore.clients.steps import (
     of_namespace,
     packed_checksum,
     persistent,
+    pool_mapped,
     same_epoch,
 )
 from kvstore.hashing import HASH_BYTES
 from kvstore.proto import kvstore_pb2 as pb
 
+_NONE = np.zeros(0, np.uint32)
 
-def get(namespace: Namespace, hashes: bytes, timeout_s: float) -> Steps[Lease]:
-    """Lease the leading blocks in place, or bring copies where the arena cannot be mapped. A prompt shorter than a block has none."""
-    if not hashes:
-        return Lease([])
+
+def get(namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int | None = None) -> Steps[Lease]:
+    """Lease the leading blocks in place, or bring copies where the arena cannot be mapped. A prompt shorter than a block has none.
+
+    gpu   whose pool comes first, by its number in this process
+    """
 
     def attempt() -> Steps[Lease]:
         attached: Attached | None = yield Attach()
+        if gpu is not None:
+            return (yield from _get_in_pool(attached, namespace, hashes, timeout_s, gpu))
         if attached is None:
             return (yield from _get_copies(namespace, hashes, timeout_s))
         yield from same_epoch(namespace, attached)
-        return (yield from _get_in_place(attached, namespace, hashes, timeout_s))
+        return (yield from _get_in_place(attached, namespace, hashes, timeout_s, None))
 
-    return (yield from persistent(attempt))
+    return (yield from persistent(attempt)) if hashes or gpu is not None else Lease([])
 
 
-def _get_in_place(attached: Attached, namespace: Namespace, hashes: bytes, timeout_s: float) -> Steps[Lease]:
-    lease = attached.session.new_id()
+def _get_in_pool(attached: Attached | None, namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int) -> Steps[Lease]:
+    pool = yield from pool_mapped(attached, gpu)
+    try:
+        if attached is None or not hashes:
+            return Lease([], pool=pool)
+        yield from same_epoch(namespace, attached)
+        return (yield from _get_in_place(attached, namespace, hashes, timeout_s, pool))
+    except BaseException:
+        pool.drop()
+        raise
+
+
+def _get_in_place(attached: Attached, namespace: Namespace, hashes: bytes, timeout_s: float, pool: MappedPool | None) -> Steps[Lease]:
+    """What the pool has of the leading blocks, if one is given, and what memory has of those that follow."""
+    size_bytes = namespace.geometry.block_bytes
+    leases: list[pb.Op] = []
     attached.hold()
     try:
-        granting: Granting = yield Take(attached, requests.acquire(lease, namespace.id, hashes, timeout_s), timeout_s + GRACE_S)
-        if granting.error is not None:
-            raise granting.error
-        units, generations = granting.units[0], granting.generations[0]
-        if not granting.settled:
-            yield Tell(attached, [requests.release(lease, keep_blocks=len(units))])
-        return Lease(Views(attached.arena, units, generations, namespace.geometry.block_bytes), attached, lease)
+        above: Sequence[DeviceBytes] = ()
+        if pool is not None:
+            above = pool.views(*(yield from _taken(attached, namespace, hashes, timeout_s, leases, pool.pool)), size_bytes)
+            hashes = hashes[HASH_BYTES * len(above) :]
+        units = generations = _NONE
+        if hashes:
+            units, generations = yield from _taken(attached, namespace, hashes, timeout_s, leases, None)
+        return Lease(Views(attached.arena, units, generations, size_bytes), attached, leases, above, pool)
     except BaseException:
-        yield from let_go(attached, [requests.release(lease)])
+        yield from let_go(attached, leases)
         raise
+
+
+def _taken(
+    attached: Attached, namespace: Namespace, hashes: bytes, timeout_s: float, leases: list[pb.Op], pool: Pool | None
+) -> Steps[tuple[Words, Words]]:
+    """The slots (units, generations) of the leading blocks, under a lease whose release is added to `leases`."""
+    lease, number = attached.session.new_id(), number_of(pool)
+    leases.append(requests.release(lease, pool=number))
+    asked = requests.acquire(lease, namespace.id, hashes, timeout_s, pool=number)
+    granting: Granting = yield Take(attached, asked, timeout_s + GRACE_S)
+    if granting.error is not None:
+        raise granting.error
+    if not granting.settled:
+        yield Tell(attached, [requests.release(lease, keep_blocks=granting.blocks, pool=number)])
+    return granting.units[0], granting.generations[0]
 
 
 def close_lease(lease: Lease) -> Steps[None]:
     """Give a lease back; nothing is awaited, and a session that is over needs nothing."""
-    attached = lease.attached
-    if lease.close() and attached is not None:
-        yield from let_go(attached, [requests.release(lease.lease)])
+    if not lease.close():
+        return
+    try:
+        if lease.attached is not None:
+            yield from let_go(lease.attached, lease.leases)
+    finally:
+        if lease.pool is not None:
+            lease.pool.drop()
 
 
 def _get_copies(namespace: Namespace, hashes: bytes, timeout_s: float) -> Steps[Lease]:

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from kvstore import errors
 from kvstore.checksum import block_checksum
 from kvstore.clients.channel import CALL_TIMEOUT_S
+from kvstore.clients.gpus import MappedPool
 from kvstore.clients.handles import Attached, Namespace
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -84,13 +85,21 @@ class Take:
 
 
 @dataclass(frozen=True)
+class MapPool:
+    """The pool of a GPU, by its number in this process, mapped. Its result is a MappedPool."""
+
+    attached: Attached
+    gpu: int
+
+
+@dataclass(frozen=True)
 class Pause:
     """Wait so long."""
 
     seconds: float
 
 
-Command = Call | Receive | Send | Attach | Ask | Tell | Take | Pause
+Command = Call | Receive | Send | Attach | Ask | Tell | Take | MapPool | Pause
 Steps = Generator[Command, Any, T]
 
 
@@ -134,6 +143,15 @@ def same_epoch(namespace: Namespace, attached: Attached) -> Steps[None]:
         yield from reopen(namespace)
     if namespace.epoch != attached.session.epoch:
         raise errors.StaleEpoch("the daemon was restarted between two calls; try again")
+
+
+def pool_mapped(attached: Attached | None, gpu: int) -> Steps[MappedPool]:
+    """A GPU's pool, held for the caller. Raises InvalidArgument and ConfigError where there is none for this client."""
+    if attached is None:
+        raise errors.ConfigError("blocks in GPU memory need the daemon's shared memory in this process; leave `pool` out")
+    found: MappedPool = yield MapPool(attached, gpu)
+    found.hold()
+    return found
 
 
 def let_go(attached: Attached, ops: list[pb.Op]) -> Steps[None]:

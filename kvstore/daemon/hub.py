@@ -181,6 +181,14 @@ class Hub:
                 cache.attach(each, self.now)
         return answer
 
+    def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
+        """Become a member of a group, in dram's core and in those of the session's pools."""
+        answer = self.cache.join_group(session, name, namespaces)
+        if self.pools is not None and not isinstance(answer, Refused):
+            answer = self.pools.join_group(session, name, namespaces)
+        self.settle()
+        return answer
+
     def join(self, session: int, grantee: Grantee) -> None:
         """From now on this one is told of the session's grants."""
         self._grantees[session] = grantee

@@ -17,15 +17,16 @@ from kvstore import errors
 from kvstore.cache.core import Cache, TierFigures
 from kvstore.cache.messages import (
     UNIT_BYTES,
-    Acquire,
+    Abandon,
     Attach,
-    Claim,
     Decision,
+    Done,
     Granted,
     NamespaceSpec,
     Notice,
     NoticeKind,
     Refused,
+    Release,
     Tier,
     pack_hashes,
     unpack_hashes,
@@ -68,20 +69,19 @@ class GpuPool:
         answer = self.cache.open_namespace(spec)
         if isinstance(answer, Refused) and namespace not in self.left_out:
             self.left_out[namespace] = answer.text.replace("dram", self.name)
-            # Something takes the id, which nobody can name: it is of no tenant.
-            answer = self.cache.open_namespace(NamespaceSpec("", b"left out: %d" % namespace, 1, UNIT_BYTES))
+            # Something takes the id that has no blocks: nobody can name it, and a group's prefixes end before it.
+            answer = self.cache.open_namespace(NamespaceSpec(spec.tenant, b"left out: %d" % namespace, 1, UNIT_BYTES, keep=spec.keep))
         if answer != namespace and namespace not in self.left_out:
             raise errors.InternalFault(f"namespace {namespace} is {answer} in {self.name}; please report it")
 
     def check(self, request: Input) -> None:
         """Raises for what cannot be done here."""
-        if isinstance(request, Claim) or (isinstance(request, Acquire) and request.group):
-            raise errors.InvalidArgument("groups have no leases in a pool of GPU memory; acquire there namespace by namespace")
-        namespace = getattr(request, "namespace", 0)  # Abandon and Release name none: they work to the end
-        if namespace and self.lost:
+        if isinstance(request, Abandon | Release):
+            return  # these work to the end
+        if self.lost:
             raise errors.Unavailable(f"{self.name}: {self.lost}")
-        if namespace in self.left_out:
-            raise errors.LimitExceeded(self.left_out[namespace])
+        if request.namespace in self.left_out:
+            raise errors.LimitExceeded(self.left_out[request.namespace])
 
 
 def core_of(tier: HbmTier, eviction: str, seed: int, max_sessions: int) -> Cache:
@@ -125,6 +125,15 @@ class Pools:
                 each = replace(request, guarantee_bytes=asked.guarantee_bytes, limit_bytes=asked.limit_bytes, resume=resume, own=True)
                 found.append((pool.cache, each))
         return found
+
+    def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
+        """It has joined a group in dram's core: it is a member in its pools too. Refused where one of them still has another such group."""
+        for pool in self.all.values():
+            if session in pool.cache.state.sessions:
+                answer = pool.cache.join_group(session, name, namespaces)
+                if isinstance(answer, Refused):
+                    return answer
+        return Done()
 
     def core_for(self, number: int, session: int, request: Input) -> Cache:
         """Where an operation belongs. Raises InvalidArgument, LimitExceeded, Unavailable."""

@@ -73,8 +73,7 @@ class Service(KVStoreServicer):
         session = self._hub.sessions.get(request.session)
         if session is None or session.tenant != tenant_of(context) or session.ended:
             raise errors.SessionEnded(f"session {request.session} is not attached; attach first")
-        answer = self._hub.cache.join_group(session.id, wire.text_of(request.group, "group"), tuple(request.namespace_ids))
-        self._hub.settle()
+        answer = self._hub.join_group(session.id, wire.text_of(request.group, "group"), tuple(request.namespace_ids))
         if isinstance(answer, Refused):
             raise wire.refusal(answer)
         return pb.JoinGroupReply(epoch=self._hub.epoch)
