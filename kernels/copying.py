@@ -111,7 +111,7 @@ def copy_slots(backend: Backend, slots: SlotSpace, source_blocks: Any, target_bl
 
 
 def copy_pieces(backend: Backend, slots: SlotSpace, piece: tuple[int, int], source_blocks: Any, target_blocks: Any) -> None:
-    """Copy the same bytes of blocks from slot to slot: of each `piece` = (first byte, bytes), a multiple of 16 from the slot's start on.
+    """Copy the same bytes of blocks from slot to slot: of each `piece` = (first byte, bytes), which begins on 16 bytes.
 
     source_blocks, target_blocks   [blocks] uint32 entries of `table_entries`, on the backend's device
     A layer of all blocks that come up from host memory is one launch: one of the arenas is the host's, where the device can read it.
@@ -119,6 +119,8 @@ def copy_pieces(backend: Backend, slots: SlotSpace, piece: tuple[int, int], sour
     first, size_bytes = piece
     if not 0 <= first < first + size_bytes <= slots.geometry.block_bytes:
         raise InvalidArgument(f"bytes {first} to {first + size_bytes} of a block of {slots.geometry.block_bytes}")
+    if first % 16:
+        raise InvalidArgument(f"a piece of a block that begins at byte {first}; begin it at a multiple of 16")
     moved = SlotSpace(slots.geometry, tuple(base + first for base in slots.arenas))
     side = Side(slots=moved.bare())
     _launch(backend, (side, side), Nest(1, 1, 1, size_bytes), 1, (moved, moved), (source_blocks, target_blocks))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.geometry import UNIT_BYTES, Geometry, Quant
 from kvstore.kernels.backend import Backend
-from kvstore.kernels.copying import copy_blocks, copy_slots, engine_tensors
+from kvstore.kernels.copying import copy_blocks, copy_pieces, copy_slots, engine_tensors
 from tests.kernels.cases import BLOCK_TOKENS, Pool, back
 from tests.kernels.elements import RAW, Raw
 
@@ -142,3 +142,27 @@ def check_copy_of_slots(backend: Backend, seed: int, *, first_tokens: bool) -> N
         assert (want == back(found)).all(), "bytes in the slots differ"
 
 
+def check_copy_of_pieces(backend: Backend, seed: int) -> None:
+    """Copy the same bytes of blocks from slot to slot, as a layer of blocks comes up: from one arena to another, any bytes of them."""
+    rng = np.random.default_rng([seed, 3])
+    heads, tokens, dim = int(rng.integers(1, 4)), int(rng.choice(BLOCK_TOKENS)), int(rng.choice([8, 64]))
+    geometry = Geometry("mha", int(rng.integers(1, 4)), heads, dim, dim, str(rng.choice(DTYPES)), tokens)
+    count = int(rng.integers(1, 5))
+    pool = Pool.make(rng, geometry, 4 * count, 2)
+    for arena in pool.arenas:
+        arena[:] = rng.integers(0, 256, len(arena))
+    sources, targets = ([place for place in pool.places if place[0] == arena][:count] for arena in (1, 0))
+    size_bytes = geometry.block_bytes // geometry.layers
+    first = int(rng.integers(geometry.layers)) * size_bytes
+    if seed % 3 == 2:  # no layer, but any piece of a block
+        first = 16 * int(rng.integers(geometry.block_bytes // 16))
+        size_bytes = int(rng.integers(1, geometry.block_bytes - first + 1))
+    wanted = [arena.copy() for arena in pool.arenas]
+    for source, target in zip(sources, targets, strict=True):
+        of, to = (place[1] * UNIT_BYTES + first for place in (source, target))
+        wanted[0][to : to + size_bytes] = pool.arenas[1][of : of + size_bytes]
+    memory, slots = pool.upload(backend)
+    blocks = [backend.upload(np.array([pool.entry(place) for place in places], np.uint32)) for places in (sources, targets)]
+    copy_pieces(backend, slots, (first, size_bytes), *blocks)
+    for want, found in zip(wanted, memory, strict=True):
+        assert (want == back(found)).all(), "bytes in the slots differ"

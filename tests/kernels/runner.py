@@ -16,7 +16,7 @@ from kvstore.kernels.backend import Backend
 from kvstore.kernels.host import HostBackend
 from kvstore.kernels.variants import VECTORS, Variant, copy_variant, decode_variant, reduce_variant, write_variant
 from tests.kernels.cases import check_decode, decode_case
-from tests.kernels.copy_cases import AXES, check_copy, check_copy_of_slots, copy_case
+from tests.kernels.copy_cases import AXES, check_copy, check_copy_of_pieces, check_copy_of_slots, copy_case
 from tests.kernels.far_cases import check_far
 from tests.kernels.write_cases import check_write
 
@@ -32,6 +32,7 @@ def run_suite(backend: Backend, suite: str, seed: int) -> None:
                 check_copy(backend, copy_case(seed, axes), to_slots=to_slots)
         for first_tokens in (True, False):
             check_copy_of_slots(backend, seed, first_tokens=first_tokens)
+        check_copy_of_pieces(backend, seed)
     elif kind == "far":
         check_far(backend)
     else:

@@ -9,12 +9,12 @@ import pytest
 
 from kvstore.errors import GeometryError, InvalidArgument
 from kvstore.geometry import Geometry, Quant
-from kvstore.kernels.copying import copy_blocks, copy_slots, engine_tensors
+from kvstore.kernels.copying import copy_blocks, copy_pieces, copy_slots, engine_tensors
 from kvstore.kernels.host import HostBackend
-from kvstore.kernels.layout import SlotSpace
+from kvstore.kernels.layout import SlotSpace, table_entries
 from kvstore.kernels.variants import Variant
 from kvstore.kernels.writing import write_kv
-from tests.kernels.copy_cases import AXES, check_copy, check_copy_of_slots, copy_case
+from tests.kernels.copy_cases import AXES, check_copy, check_copy_of_pieces, check_copy_of_slots, copy_case
 from tests.kernels.write_cases import check_write
 
 SEEDS = range(12)
@@ -34,23 +34,58 @@ def test_slots_are_copied_to_slots(backend: HostBackend, first_tokens: bool) -> 
         check_copy_of_slots(backend, seed, first_tokens=first_tokens)
 
 
+def test_pieces_of_blocks_are_copied_from_arena_to_arena(backend: HostBackend) -> None:
+    for seed in range(30):
+        check_copy_of_pieces(backend, seed)
+
+
+def test_a_layer_of_many_blocks_is_one_launch_of_wide_copies(backend: HostBackend, launched: list[str]) -> None:
+    slots = SlotSpace(Geometry("mha", 4, 2, 64, 64, "bfloat16", 16), tuple(_arena().ctypes.data for _ in range(2)))
+    copy_pieces(backend, slots, (8192, 8192), table_entries(np.arange(0, 32, 8), arena=1), table_entries(np.arange(0, 32, 8)))
+    assert launched == ["copy_16"]
+
+
+@pytest.mark.parametrize("piece", [(-16, 32), (0, 0), (496, 32), (512, 16), (0, 513)])
+def test_bytes_outside_of_a_block_are_refused(backend: HostBackend, piece: tuple[int, int]) -> None:
+    with pytest.raises(InvalidArgument, match="of a block of 512"):
+        copy_pieces(backend, _slots(), piece, NONE, NONE)
+    with pytest.raises(InvalidArgument, match="begin it at a multiple of 16"):
+        copy_pieces(backend, _slots(), (8, 16), NONE, NONE)
+
+
 def test_new_tokens_of_a_ragged_step_reach_their_slots(backend: HostBackend) -> None:
     for seed in range(60):
         check_write(backend, seed)
 
 
-def test_a_block_copy_is_one_launch_for_all_layers_and_blocks(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[str] = []
+@pytest.fixture
+def launched(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that run, by name."""
+    names: list[str] = []
     launch = backend.launch
 
     def record(variant: Variant, *rest: Any) -> None:
-        launched.append(variant.name)
+        names.append(variant.name)
         launch(variant, *rest)
 
     monkeypatch.setattr(backend, "launch", record)
+    return names
+
+
+def test_a_block_copy_is_one_launch_for_all_layers_and_blocks(backend: HostBackend, launched: list[str]) -> None:
     case = next(case for case in (copy_case(seed, "kbthd") for seed in SEEDS) if len(case.wholes) > 1 and len(case.numbers) > 1)
     check_copy(backend, case, to_slots=True)
     assert len(launched) == 1
+
+
+_ARENAS: list[np.ndarray[Any, np.dtype[np.uint8]]] = []  # kept alive
+
+
+def _arena() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Memory that begins on 16 bytes, with room for a few slots."""
+    whole = np.zeros((1 << 18) + 15, np.uint8)
+    _ARENAS.append(whole[-whole.ctypes.data % 16 :])
+    return _ARENAS[-1]
 
 
 def _slots(**changed: Any) -> SlotSpace:
