@@ -18,7 +18,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from kvstore.errors import InvalidArgument
@@ -26,7 +25,7 @@ from kvstore.worker import latent
 from kvstore.worker.joint import JointReader, JointWriter, alike, groups_of
 from kvstore.worker.native import Kernels, KernelStep
 from kvstore.worker.rows import ArenaRows, BlockTable, Gatherer, Scratch
-from kvstore.worker.scores import softmax_by_hand
+from kvstore.worker.scores import by_sdpa, softmax_by_hand
 
 NAME = "kvstore_paged"
 
@@ -267,8 +266,7 @@ def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tenso
     if layer.softcap is not None or layer.sinks is not None:
         mask = span.whole_mask(layer.window)[0, 0] if span.count > 1 else None
         return softmax_by_hand(query, keys, values, mask, layer.scaling, layer.softcap, layer.sinks)
-    out, _ = sdpa_attention_forward(layer.module, query, keys[None], values[None], span.view(layer.window).mask, scaling=layer.scaling)
-    return out
+    return by_sdpa(layer.module, query, keys, values, span.view(layer.window).mask, layer.scaling)
 
 
 def _by_kernels(layer: Layer, kernels: KernelStep, query: Tensor) -> Parts:

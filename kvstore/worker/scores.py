@@ -1,7 +1,26 @@
-"""Attention written out, score by score, for what torch's fused attention cannot do: capped scores, and sinks."""
+"""Attention of one sequence by torch: fused as transformers calls it; written out for capped scores and sinks, which that cannot do."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def by_sdpa(module: torch.nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """What transformers' own SDPA path gives, to the last bit; with a mask, without its copy of K and V for every query head.
+
+    query   [1, q_heads, new tokens, dim]     keys, values  [kv_heads, token, dim]     mask  as SDPA takes it; None: causal
+    Returns [1, new tokens, q_heads, value dim].
+    """
+    heads, count = keys.shape[0], query.shape[2]
+    if mask is None or count == 1 or query.shape[1] == heads or query.device.type != "cpu":  # there is no such copy, or it is untried
+        out: Tensor = sdpa_attention_forward(module, query, keys[None], values[None], mask, scaling=scaling)[0]
+        return out
+    # Each KV head is a sequence of a batch, whose heads are the query heads that it serves: all of them see the same K and V in place.
+    grouped = query[0].view(heads, -1, count, query.shape[-1])
+    keys, values = (part[:, None].expand(-1, grouped.shape[1], -1, -1) for part in (keys, values))
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    return out.flatten(0, 1).transpose(0, 1)[None].contiguous()
 
 
 def softmax_by_hand(
@@ -26,8 +45,12 @@ def softmax_by_hand(
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension of scores [head, query, token]; `sinks` [head] takes its share of each query and gives nothing."""
+    """Softmax over the last dimension of scores [head, query, token]; `sinks` [head] takes its share of each query and gives nothing.
+
+    Without sinks in fp32, with them in the scores' own type and after the largest was taken off, as transformers does either.
+    """
     if sinks is None:
         return scores.softmax(dim=-1, dtype=torch.float32)
     extra = sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1).to(scores.dtype)
-    return torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    whole = torch.cat((scores, extra), dim=-1)
+    return (whole - whole.amax(dim=-1, keepdim=True)).softmax(dim=-1)[..., :-1]

@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,12 @@ class Fleet:
 
 
 class Breaking:
-    """A worker that breaks: well to look at, it answers requests with what a test says, and hangs up."""
+    """A worker that breaks: well to look at, it answers requests with what a test says, once it may, and hangs up."""
 
     def __init__(self) -> None:
+        self.asked = 0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.says = b""
@@ -129,9 +133,12 @@ class Breaking:
                 if _received(connection).startswith(b"GET /health"):
                     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
                 else:
+                    self.asked += 1
+                    self.may_answer.wait(WAIT_S)
                     connection.sendall(self.says)
 
     def close(self) -> None:
+        self.may_answer.set()
         self._listener.close()
 
 
@@ -250,6 +257,19 @@ def test_a_stream_whose_worker_dies_ends_with_an_error_and_no_wrong_token(fleet:
     with pytest.raises(openai.APIError, match="what came before is right"):
         next(stream)
     assert fleet.figures()['kvstore_front_sent_total outcome="broken" role="decode"'] == 1
+
+
+def test_a_worker_that_is_late_is_said_so_and_nobody_else_does_the_work_again() -> None:
+    with closing(Breaking()) as busy, closing(Breaking()) as other:
+        busy.may_answer.clear()
+        words = ("front", "--http", "127.0.0.1:0", "--decode", busy.url, "--decode", other.url, "--first-s", "0.3")
+        with closing(Process(*words)) as front:
+            client: Any = openai.OpenAI(base_url=f"{front.wait()}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+            for stream in (False, True):
+                with pytest.raises(openai.InternalServerError, match="ask for a stream, or for fewer tokens") as late:
+                    client.completions.create(model="little", prompt="Hello", max_tokens=2, stream=stream)
+                assert late.value.status_code == 504
+        assert (busy.asked >= 1, other.asked) == (True, 0)
 
 
 def test_where_a_role_has_died_the_other_answers_and_then_nobody(fleet: Fleet, breaking: Breaking, alone: dict[int, str]) -> None:

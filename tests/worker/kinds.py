@@ -1,7 +1,7 @@
 """One small random model for each kind of attention that the worker serves, and what transformers makes of a prompt with it.
 
-All are in fp32 and never end a text. The weights are large enough that an answer depends on tokens far back, and that it varies:
-`test_kinds` has controls for both. Windows are no multiples of the tests' blocks of 8 tokens.
+All are in fp32, unless another type is asked for, and never end a text. The weights are large enough that an answer depends on tokens far
+back, and that it varies: `test_kinds` has controls for both. Windows are no multiples of the tests' blocks of 8 tokens.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ WINDOWED = tuple(name for name, (_, facts) in KINDS.items() if "sliding_window" 
 
 
 @functools.cache
-def load(name: str, **more: Any) -> LoadedModel:
+def load(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> LoadedModel:
     """The small model of this kind or family, with `more` in its config; the same one for all who ask."""
     torch.manual_seed(7)
     kind, facts = (KINDS | FAMILIES)[name]
     config = getattr(transformers, kind)(**SMALL | facts | more)
     model = cast(Any, AutoModelForCausalLM).from_config(config).to(torch.float32)
     _enliven(model)
-    identity = Identity(model=name, revision="seed 7", position=position_facts(config), dtype="float32")
+    model.to(dtype)
+    identity = Identity(model=name, revision="seed 7", position=position_facts(config), dtype=str(dtype).removeprefix("torch."))
     return prepare(model, identity)
 
 

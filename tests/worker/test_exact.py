@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvstore.errors import InvalidArgument
 from kvstore.hashing import usable_blocks
@@ -13,6 +14,7 @@ from kvstore.worker.engine import Engine
 from kvstore.worker.model import LoadedModel
 from kvstore.worker.plain import PlainResult, generate_plain
 from kvstore.worker.requests import Request
+from kvstore.worker.scores import by_sdpa
 from kvstore.worker.standalone import StandaloneStore
 from tests.worker.stores import BLOCK_TOKENS, Watched, prompt, small_store
 
@@ -37,6 +39,21 @@ def test_lengths_around_whole_blocks_give_the_plain_answer(tiny: LoadedModel, en
     assert warm.hit_tokens == usable_blocks(len(tokens), BLOCK_TOKENS) * BLOCK_TOKENS
     assert_equal(warm, generate_plain(tiny, tokens, TOKENS, split=warm.hit_tokens))
     assert warm.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "group", "count", "total"), [(1, 4, 2, 9), (2, 2, 40, 41), (3, 3, 17, 300), (3, 3, 128, 1000)])
+def test_attention_in_groups_is_transformers_without_its_copies(
+    dtype: torch.dtype, kv_heads: int, group: int, count: int, total: int
+) -> None:
+    generator = torch.Generator().manual_seed(total)
+    query = torch.randn((1, count, kv_heads * group, 24), generator=generator).to(dtype).transpose(1, 2)
+    keys, values = (torch.randn((kv_heads, total + 5, 24), generator=generator).to(dtype)[:, 5:] for _ in range(2))
+    mask = torch.ones(count, total, dtype=torch.bool).tril(total - count)[None, None]
+    module = torch.nn.Module()
+    module.num_key_value_groups = group  # type: ignore[assignment]  # what transformers reads
+    wanted, _ = sdpa_attention_forward(module, query, keys[None], values[None], mask, scaling=0.3)
+    assert torch.equal(by_sdpa(module, query, keys, values, mask, 0.3), wanted)
 
 
 def test_a_prompt_of_one_token_works(tiny: LoadedModel, engine: Engine) -> None:
