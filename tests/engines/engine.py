@@ -28,10 +28,13 @@ ENVIRONMENT = {
 
 
 def connector(address: str, module: str = "kvstore.clients.vllm", name: str = "KVStoreConnector", **extra: object) -> dict[str, Any]:
-    """The three lines of configuration. The timeouts are far beyond what a loaded machine takes, unless a test gives its own."""
+    """The three lines of configuration; without a module vLLM knows the connector as a plugin.
+
+    The timeouts are far beyond what a loaded machine takes, unless a test gives its own.
+    """
     return {
         "kv_connector": name,
-        "kv_connector_module_path": module,
+        "kv_connector_module_path": module or None,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"address": address, "acquire_timeout_s": 30.0, "save_timeout_s": 60.0, **extra},
@@ -39,7 +42,7 @@ def connector(address: str, module: str = "kvstore.clients.vllm", name: str = "K
 
 
 class Engine:
-    """Started when made. Use it in a `with` block.
+    """Started when made, ready in its `with` block.
 
     transfer   the connector's configuration, None for vLLM alone;  overrides  further arguments of vLLM's LLM
     """
@@ -70,7 +73,6 @@ class Engine:
                 env={**os.environ, **self.environment},
             )
         self._say(config | overrides)
-        self._hear(START_TIMEOUT_S)
 
     def __call__(self, do: str, **arguments: object) -> Any:
         """Give an order and wait for its answer. Raises RuntimeError where the child failed."""
@@ -80,9 +82,10 @@ class Engine:
             raise RuntimeError(f"{do}: {answer['error']}\n{self.log()[-3000:]}")
         return answer["answer"]
 
-    def generate(self, prompt: list[int], max_tokens: int = 8, salt: str = "") -> dict[str, Any]:
-        """One greedy answer."""
-        answers: list[dict[str, Any]] = self("generate", prompts=[prompt], max_tokens=max_tokens, salts=[salt] if salt else None)
+    def generate(self, prompt: list[int], max_tokens: int = 8, salt: str = "", **sampling: object) -> dict[str, Any]:
+        """One greedy answer; `sampling` are further settings of vLLM's SamplingParams."""
+        salts = [salt] if salt else None
+        answers: list[dict[str, Any]] = self("generate", prompts=[prompt], max_tokens=max_tokens, salts=salts, sampling=sampling)
         return answers[0]
 
     def without_store(self, prompt: list[int], cached: int, max_tokens: int = 8) -> list[int]:
@@ -123,6 +126,7 @@ class Engine:
             self._process.stdout.close()
 
     def __enter__(self) -> Self:
+        self._hear(START_TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:

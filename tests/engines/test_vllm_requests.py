@@ -54,7 +54,7 @@ def fresh(engine: Engine) -> None:
 
 
 def test_settings_under_which_it_cannot_work_are_refused(engine: Engine) -> None:
-    """The connector is also found by its name alone, as a plugin of vLLM."""
+    """The connector is also found by its name alone. Made, it has opened nothing yet: grpc does not survive a fork."""
     assert engine("construct") == ""
     assert "kv_load_failure_policy is 'fail': set it to 'recompute'" in engine("construct", kv_load_failure_policy="fail")
     assert "set it to 'kv_both'" in engine("construct", kv_role="kv_producer")
@@ -72,6 +72,39 @@ def test_salts_do_not_see_each_other(engine: Engine) -> None:
     fresh(engine)
     again = engine.generate(text, salt="one")
     assert (again["cached"], again["ids"]) == (3 * BLOCK_TOKENS, first["ids"])
+
+
+def test_one_fact_of_the_model_apart_is_another_identity(engine: Engine) -> None:
+    """Case 17: other weights, scales, types or positions. What only an engine's own settings say is none of it."""
+    roots = engine("identities")
+    mine = roots.pop("as it is")
+    assert roots.pop("a longer queue") == mine
+    assert len({mine, *roots.values()}) == 1 + len(roots) == 9
+
+
+def test_lengths_around_the_end_of_a_block(engine: Engine) -> None:
+    """Case 12: in 32 bits a hit answers as the run that computed everything."""
+    for length in (1, *(blocks * BLOCK_TOKENS + more for blocks in (1, 2) for more in (-1, 0, 1))):
+        text = tokens(70 + length, length)
+        cold = engine.generate(text)
+        fresh(engine)
+        hit = engine.generate(text)
+        assert (hit["cached"], hit["ids"]) == ((length - 1) // BLOCK_TOKENS * BLOCK_TOKENS, cold["ids"])
+        engine("settle")
+
+
+def test_who_opts_out_of_the_prefix_cache_is_computed(engine: Engine, shared: DaemonProcess) -> None:
+    """Case 40, as vLLM does it for a request that asks for its prompt's logprobs too. It holds nothing, and others still hit."""
+    text = tokens(8, 3 * BLOCK_TOKENS + 9)
+    cold = engine.generate(text)
+    fresh(engine)
+    answer = engine.generate(text, skip_reading_prefix_cache=True)
+    assert (answer["cached"], answer["ids"]) == (0, cold["ids"])
+    engine("settle")
+    with KVClient(shared.address) as client:
+        assert eventually(lambda: all(session.leases == 0 for session in client.stats().sessions))
+    fresh(engine)
+    assert engine.generate(text)["cached"] == 3 * BLOCK_TOKENS
 
 
 def test_what_was_decoded_is_found_as_a_prompt(engine: Engine) -> None:
@@ -155,11 +188,22 @@ def test_preempted_requests_answer_as_if_they_were_not(engine: Engine) -> None:
 
 
 def test_aborts_at_any_moment_leave_nothing_behind(engine: Engine, shared: DaemonProcess) -> None:
-    """Of 200 requests most are aborted, at random steps: no block of the engine stays held, no lease and no slot of the store."""
-    ended = engine("storm", requests=200, seed=5, tokens=6)
+    """Of 200 requests most are aborted, at random steps, before, during and after loads, which are slow and of which every third fails: no
+    block of the engine stays held, no lease and no slot of the store; and who was not aborted has its own answer."""
+    texts = [tokens(100 + each, (1 + each % 3) * BLOCK_TOKENS + 30 + each) for each in range(18)]
+    alone = [engine.generate(text, 6)["ids"] for text in texts]
+    fresh(engine)
+    before = engine("stats")
+    engine("fail", blocks=[0], every=3, slow_s=0.004)
+    ended = engine("storm", prompts=texts, requests=200, seed=5, tokens=6)
+    engine("fail", blocks=[])
     assert 20 < len(ended) < 200
+    assert all(ids == alone[which] for which, ids in ended)
     engine("settle")
     assert engine("usage") == {"blocks": 0.0, "requests": 0, "tracked": 0}
+    grown = {name: count - before.get(name, 0) for name, count in engine("stats").items()}
+    assert grown["vllm:kvstore_loaded_blocks_total"] > 20
+    assert grown["vllm:kvstore_failed_blocks_total"] > 5
     with KVClient(shared.address) as client:
         assert eventually(lambda: tier(client, "dram").held_bytes == 0)
         assert all(session.leases == 0 and session.reserved_slots == 0 for session in client.stats().sessions)

@@ -124,8 +124,15 @@ def test_preempted_requests_answer_as_if_they_were_not(engine: Engine) -> None:
 
 
 def test_aborts_at_any_moment_leave_nothing_behind(engine: Engine, shared: DaemonProcess) -> None:
-    ended = engine("storm", requests=100, seed=5, tokens=6)
+    """Before, during and after loads, of which every third fails."""
+    texts = [tokens(100 + each, (1 + each % 4) * BLOCK_TOKENS + 30 + each) for each in range(12)]
+    alone = [engine.generate(text, 6)["ids"] for text in texts]
+    fresh(engine)
+    engine("fail", blocks=[0], every=3, slow_s=0.004)
+    ended = engine("storm", prompts=texts, requests=100, seed=5, tokens=6)
+    engine("fail", blocks=[])
     assert 10 < len(ended) < 100
+    assert all(ids == alone[which] for which, ids in ended)
     assert_nothing_is_held(engine)
     with KVClient(shared.address) as client:
         assert eventually(lambda: tier(client, "dram").held_bytes == 0)

@@ -12,10 +12,12 @@ import sys
 import time
 from typing import Any
 
+from tests.engines.vllm_configured import Configured
+
 Answer = Any
 
 
-class Child:
+class Child(Configured):
     """`config` is what LLM() gets."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -42,7 +44,12 @@ class Child:
         self.scheduler._preempt_request = counted
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, lora: dict[str, str] | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salts: list[str] | None = None,
+        lora: dict[str, str] | None = None,
+        sampling: dict[str, Any] | None = None,
     ) -> Answer:
         """Greedy answers: ids, how many tokens were cached, seconds to the first token."""
         from vllm import SamplingParams
@@ -50,7 +57,7 @@ class Child:
 
         inputs = [{"prompt_token_ids": ids} | ({"cache_salt": salts[at]} if salts else {}) for at, ids in enumerate(prompts)]
         adapter = LoRARequest(lora["name"], int(lora["id"]), lora["path"]) if lora else None
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, **sampling or {})
         outs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=adapter)
         return [
             {
@@ -201,61 +208,13 @@ class Child:
             answer.append([stored, tier.lookup(key, request).name])
         return answer
 
-    def facts(self) -> Answer:
-        """How the worker's blocks are made up."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return dataclasses.asdict(get_kv_transfer_group()._facts)
-
-    def construct(self, **changed: Any) -> Answer:
-        """Make a connector by its registered name, with some settings changed; what it says where it refuses, else ""."""
-        import copy
-
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-        from kvstore.clients.vllm import register
-        from kvstore.errors import KVStoreError
-
-        register()
-        register()
-        config = copy.copy(self.llm.llm_engine.vllm_config)
-        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-        config.kv_transfer_config.kv_connector, config.kv_transfer_config.kv_connector_module_path = "KVStoreConnector", None
-        for name, value in changed.items():
-            setattr(config.kv_transfer_config, name, value)
-        try:
-            KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, self.scheduler.kv_cache_config).shutdown()
-        except KVStoreError as error:
-            return str(error)
-        return ""
-
-    def fail(self, blocks: list[int]) -> Answer:
-        """From now on the loads of these blocks of every load fail (see faulty.py)."""
+    def fail(self, blocks: list[int], every: int = 1, slow_s: float = 0.0) -> Answer:
+        """From now on the loads of these blocks of each `every`th load fail, and all take so long (see faulty.py)."""
         from tests.engines import faulty
 
         faulty.fail_at[:] = blocks
+        faulty.every, faulty.slow_s = every, slow_s
         return None
-
-    def refusals(self) -> Answer:
-        """What a worker says of KV cache groups of vLLM's other kinds, and of blocks of two lengths, beside those that it has."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-        from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec
-
-        from kvstore.clients.vllm_facts import facts_of, pages_for
-
-        config, groups = self.llm.llm_engine.vllm_config, get_kv_transfer_group()._kv_cache_config.kv_cache_groups
-        mine = groups[0].kv_cache_spec
-        sizes = {"num_kv_heads": mine.num_kv_heads, "head_size": mine.head_size, "dtype": mine.dtype}
-        others = {
-            "chunked": ChunkedLocalAttentionSpec(block_size=mine.block_size, attention_chunk_size=256, **sizes),
-            "states": MambaSpec(block_size=mine.block_size, shapes=((8, 8),), dtypes=(mine.dtype,)),
-            "longer": dataclasses.replace(mine, block_size=2 * mine.block_size),
-        }
-        pages = pages_for(gpu=False)
-        return {
-            name: facts_of(config, [*groups, KVCacheGroupSpec([], spec)], {}, (0, 0), pages)[0].refusal for name, spec in others.items()
-        }
 
     def limit(self, **settings: float) -> Answer:
         """From now on the connector has these settings."""
@@ -265,32 +224,33 @@ class Child:
             half._settings = dataclasses.replace(half._settings, **settings)
         return None
 
-    def storm(self, requests: int, seed: int, tokens: int) -> Answer:
-        """So many requests, each aborted at a random moment or left to end; ids of those that ended."""
+    def storm(self, prompts: list[list[int]], requests: int, seed: int, tokens: int) -> Answer:
+        """So many requests for some of these prompts, each aborted at a random moment or left to end.
+
+        Of those that ended: which prompt, and the answer's ids.
+        """
         from vllm import SamplingParams
 
         chance = random.Random(seed)
         engine = self.llm.llm_engine
-        ended: dict[str, list[int]] = {}
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        ended: list[tuple[int, list[int]]] = []
+        which: dict[str, int] = {}
         aborting: dict[str, int] = {}
-        left = requests
         step = 0
-        while left or engine.has_unfinished_requests():
-            while left and engine.get_num_unfinished_requests() < 6:
-                left -= 1
-                length = chance.randrange(1, 4) * 128 + chance.randrange(1, 100)
-                prompt = [(at * 31 + chance.randrange(4)) % 4000 + 10 for at in range(length)]
-                params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-                engine.add_request(f"storm-{left}", {"prompt_token_ids": prompt}, params)
+        while len(which) < requests or engine.has_unfinished_requests():
+            while len(which) < requests and engine.get_num_unfinished_requests() < 6:
+                request = f"storm-{len(which)}"
+                which[request] = chance.randrange(len(prompts))
+                engine.add_request(request, {"prompt_token_ids": prompts[which[request]]}, params)
                 if chance.random() < 0.7:
-                    aborting[f"storm-{left}"] = step + chance.randrange(8)
+                    aborting[request] = step + chance.randrange(8)
             due = [request for request, at in aborting.items() if at <= step]
             for request in due:
                 del aborting[request]
             engine.abort_request(due)
-            for out in engine.step():
-                if out.finished and out.outputs[0].finish_reason != "abort":
-                    ended[out.request_id] = list(out.outputs[0].token_ids)
+            done = [out for out in engine.step() if out.finished and out.outputs[0].finish_reason != "abort"]
+            ended += [(which[out.request_id], list(out.outputs[0].token_ids)) for out in done]
             step += 1
         return ended
 
