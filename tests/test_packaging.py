@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -60,6 +61,16 @@ def _sources(suffix: str = "") -> Iterator[str]:
 
 def _module_names() -> set[str]:
     return {re.sub(r"(/__init__)?\.py$", "", path).replace("/", ".") for path in _sources(".py")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_source_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of the three builds the second and third find the objects of the first, where they give the compiler the same words and text."""
+    with pytest.MonkeyPatch.context() as patch:
+        if compiler := sysconfig.get_config_var("CC"):
+            words = [sys.executable, str(HERE / "tests" / "compile_once.py"), str(tmp_path_factory.mktemp("objects"))]
+            patch.setenv("CC", " ".join([*words, compiler]))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def built() -> Callable[..., Path]:
 
     def make(variants: Sequence[Variant], flags: Sequence[str] = ("-O2",)) -> Path:
         BUILT.mkdir(parents=True, exist_ok=True)
-        return build(variants, BUILT, flags)
+        with (BUILT / "lock").open("w") as lock:  # two processes that test at once would both build what neither found
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return build(variants, BUILT, flags)
 
     return make
 
