@@ -52,7 +52,7 @@ def test_cold_and_warm_are_what_generate_makes(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [name for name in KINDS if not name.startswith("deepseek")])
 def test_through_the_engine_warm_logits_are_plain_ones_to_the_last_bit(kind: str, dtype: torch.dtype) -> None:
-    """Those of a run without a store at the same split. Latent attention sums in another order, see `test_latent`."""
+    """Those of a run without a store at the same split."""
     loaded = load(kind, dtype=dtype)
     engine = Engine(loaded, small_store(loaded, 128))
     requests = [Request(prompt(LONG), 4)]
@@ -63,6 +63,40 @@ def test_through_the_engine_warm_logits_are_plain_ones_to_the_last_bit(kind: str
     assert warm.first_logits is not None
     assert torch.equal(warm.first_logits, plain.first_logits)
     assert warm.tokens == plain.tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("deepseek")])
+def test_warm_logits_of_latent_attention_are_those_of_the_same_steps_without_the_store(kind: str, dtype: torch.dtype) -> None:
+    """Transformers would sum in another order there: the few tokens after a hit attend to latents."""
+    loaded = load(kind, dtype=dtype)
+    engine = Engine(loaded, small_store(loaded, 128))
+    requests = [Request(prompt(LONG), 4)]
+    engine.generate(requests)
+    warm = engine.generate(requests)[0]
+    engine.close()
+    cache = cache_of(loaded)
+    sequence = start(loaded, cache, prompt(LONG))
+    forward(loaded, cache, [(sequence, warm.hit_tokens)])
+    assert warm.hit_tokens == usable_blocks(LONG, BLOCK_TOKENS) * BLOCK_TOKENS
+    assert warm.first_logits is not None
+    assert torch.equal(warm.first_logits, forward(loaded, cache, [(sequence, LONG - warm.hit_tokens)])[0])
+    cache.close()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "deepseek-v3"])
+def test_a_tail_within_a_block_and_its_samples_give_the_same(kind: str) -> None:
+    loaded = load(kind)
+    store = small_store(loaded, 128, tails=True)
+    engine = Engine(loaded, store)
+    engine.generate([Request(prompt(LONG), 1)])
+    shared = LONG - 2 * BLOCK_TOKENS - 3
+    other = [*prompt(shared), 4 if prompt(LONG)[shared] != 4 else 5, *prompt(20, seed=8)]
+    done = engine.generate_all([Request(other, TOKENS, n=2)])[0]
+    assert done[0].hit_tokens == shared > shared // BLOCK_TOKENS * BLOCK_TOKENS
+    assert [each.tokens for each in done] == [expected(loaded, other, TOKENS)] * 2
+    assert store.held_bytes == 0
     engine.close()
 
 
