@@ -18,6 +18,7 @@ import grpc.aio
 from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.aio_link import AsyncLink
+from kvstore.clients.aio_quick import AsyncQuickLookups
 from kvstore.clients.blocks import Tokens
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.gpus import Gpus
@@ -60,6 +61,7 @@ class AsyncKVClient:
         self._channel = grpc.aio.insecure_channel(self.place, OPTIONS)
         self._stub = cast("KVStoreAsyncStub", KVStoreStub(cast(Any, self._channel)))
         self._hello = requests.hello(name, guarantee_bytes, limit_bytes, self._gpus.terms())
+        self._quick = AsyncQuickLookups(self.place)
         self._attaching = asyncio.Lock()
         self._link: AsyncLink | None = None
         self._attached: Attached | None = None
@@ -159,6 +161,7 @@ class AsyncKVClient:
         if link is not None:
             await link.close()
         self._gpus.close()
+        self._quick.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -201,6 +204,8 @@ class AsyncKVClient:
             raise errors.SessionEnded("the client was closed; make a new one")
         try:
             match command:
+                case Call(request=pb.LookupRequest() as asked) if (reply := await self._quick.ask(asked, command.timeout_s)) is not None:
+                    return reply
                 case Call(method, request, timeout_s):
                     return await getattr(self._stub, method)(request, timeout=timeout_s)
                 case Receive(method, request, timeout_s):

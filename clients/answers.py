@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,25 +17,29 @@ from kvstore.proto import kvstore_pb2 as pb
 class Slotted:
     """To Reserve, Commit and Claim: parallel arrays, one row a block, made when they are asked for."""
 
-    __slots__ = ("_reply",)
+    __slots__ = ("_place", "_reply")
 
-    def __init__(self, reply: pb.SlotReply) -> None:
-        self._reply = reply
+    def __init__(self, reply: pb.SlotReply | pb.EachReply, place: int | None = None) -> None:
+        """`place`: of the operation, about one block, among those that were answered together."""
+        self._reply, self._place = reply, place
 
     @property
     def outcomes(self) -> NDArray[np.uint8]:
         """What became of each block."""
-        return np.frombuffer(self._reply.outcomes, np.uint8)
+        return np.frombuffer(self._part(self._reply.outcomes, 1), np.uint8)
 
     @property
     def units(self) -> NDArray[np.uint32]:
         """Where its slot is; 0 for none."""
-        return np.frombuffer(self._reply.units, "<u4")
+        return np.frombuffer(self._part(self._reply.units, 4), "<u4")
 
     @property
     def generations(self) -> NDArray[np.uint32]:
         """Which tenure of the slot."""
-        return np.frombuffer(self._reply.generations, "<u4")
+        return np.frombuffer(self._part(self._reply.generations, 4), "<u4")
+
+    def _part(self, packed: bytes, size: int) -> bytes:
+        return packed if self._place is None else packed[size * self._place : size * (self._place + 1)]
 
 
 @dataclass(frozen=True)
@@ -74,3 +81,22 @@ def read_answer(reply: pb.OpReply) -> Answer:
             return Failed(errors.from_code(reply.error.code, reply.error.text))
         case _:
             return Failed(errors.InternalFault("the daemon sent an empty answer"))
+
+
+_finished = functools.lru_cache(64)(Finished)  # counts: mostly one of a few
+
+
+def read_answers(reply: pb.OpReply, count: int) -> Sequence[Answer]:
+    """One reply of a batch to `count` operations that were sent packed."""
+    if reply.WhichOneof("kind") != "each":
+        return [read_answer(reply)] * count
+    each, answers = reply.each, list[Answer]()
+    if each.replies:
+        answers += map(read_answer, each.replies)
+    elif len(each.counts) == 4 * count:
+        answers += map(_finished, struct.unpack(f"<{count}I", each.counts))
+    else:
+        answers += [Slotted(each, place) for place in range(len(each.outcomes))]
+    if len(answers) != count:
+        return [Failed(errors.InternalFault(f"the daemon sent {len(answers)} answers to {count} operations"))] * count
+    return answers

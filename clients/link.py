@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -57,28 +57,15 @@ class _Answers:
 
     def __init__(self, count: int) -> None:
         self.all: Future[list[Answer]] = Future()
-        self.places = [_Place(self, place) for place in range(count)]
-        self._found: dict[int, Answer] = {}
+        self.first = 0  # ticket of the first; the others' follow it
+        self._found: list[Answer | None] = [None] * count
         self._arrived = itertools.count(1)  # a step of it is not divided between threads
 
-    def arrived(self, place: int, answer: Answer) -> None:
+    def arrived(self, ticket: int, answer: Answer) -> None:
         """The answer to one of them; on any thread."""
-        self._found[place] = answer
-        if next(self._arrived) == len(self.places):
-            self.all.set_result([self._found[place] for place in range(len(self.places))])
-
-
-class _Place:
-    """One operation's answer among them."""
-
-    __slots__ = ("_answers", "_place")
-
-    def __init__(self, answers: _Answers, place: int) -> None:
-        self._answers, self._place = answers, place
-
-    def set_result(self, answer: Answer) -> None:
-        """As of a future."""
-        self._answers.arrived(self._place, answer)
+        self._found[ticket - self.first] = answer
+        if next(self._arrived) == len(self._found):
+            self.all.set_result([each for each in self._found if each is not None])
 
 
 class Link:
@@ -89,7 +76,7 @@ class Link:
         self._previous = previous
         self._session = Session()
         self._wake = threading.Condition()
-        self._answers: dict[int, Future[Answer] | _Place] = {}
+        self._answers: dict[int, Future[Answer] | _Answers] = {}
         self._settling: dict[int, Future[Granting]] = {}
         self._opened: Future[Attached | Unmapped] = Future()
         self._attached: Attached | None = None
@@ -115,20 +102,30 @@ class Link:
 
     def tell(self, ops: list[pb.Op]) -> None:
         """Queue operations whose answers nobody waits for. Raises the session's error where it is over."""
-        self._submit(ops, [])
+        with self._wake:
+            self._session.submit(ops)
+            self._wake.notify()
 
     def submit(self, ops: list[pb.Op]) -> list[Future[Answer]]:
         """Queue operations; each future gets its answer, `Failed` where the session ends first."""
         futures: list[Future[Answer]] = [Future() for _ in ops]
-        self._submit(ops, futures)
+        with self._wake:
+            self._answers.update(zip(self._session.submit(ops), futures, strict=True))
+            self._wake.notify()
         return futures
 
     def ask(self, ops: list[pb.Op], timeout_s: float) -> list[Answer]:
         """Queue operations and wait for all answers. Raises DeadlineExceeded."""
+        if not ops:
+            return []
         answers = _Answers(len(ops))
-        self._submit(ops, answers.places)
+        with self._wake:
+            tickets = self._session.submit(ops)
+            answers.first = tickets[0]
+            self._answers.update(dict.fromkeys(tickets, answers))
+            self._wake.notify()
         try:
-            return answers.all.result(timeout_s) if ops else []
+            return answers.all.result(timeout_s)
         except FutureTimeout:
             raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log") from None
 
@@ -180,12 +177,6 @@ class Link:
 
     # ---- the two threads
 
-    def _submit(self, ops: list[pb.Op], waiting: Sequence[Future[Answer] | _Place]) -> None:
-        with self._wake:
-            tickets = self._session.submit(ops)
-            self._answers.update(zip(tickets, waiting, strict=False))
-            self._wake.notify()
-
     def _outgoing(self) -> Iterator[pb.ClientMessage]:
         while True:
             with self._wake:
@@ -219,7 +210,10 @@ class Link:
         for event in events:
             match event:
                 case Answered(ticket, answer):
-                    if waiting := self._answers.pop(ticket, None):
+                    waiting = self._answers.pop(ticket, None)
+                    if isinstance(waiting, _Answers):
+                        waiting.arrived(ticket, answer)
+                    elif waiting is not None:
                         waiting.set_result(answer)
                 case Settled(lease, granting):
                     if settling := self._settling.get(lease):

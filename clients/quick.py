@@ -1,6 +1,6 @@
 """Lookups over the daemon's socket for them alone (`kvstore.proto.lookups`). Where there is none, gRPC has the answers too.
 
-Any thread may call; each uses a connection of its own while it waits.
+Any thread may call `QuickLookups`; each uses a connection of its own while it waits. `aio_quick` is its twin on an event loop.
 """
 
 from __future__ import annotations
@@ -16,39 +16,77 @@ from kvstore.proto.lookups import EPOCH_BYTES, MAGIC, REPLY, REQUEST, SUFFIX
 
 MAX_IDLE = 8  # connections kept: threads that look up at the same time are few
 AGAIN_S = 1.0  # seconds until a socket that was not there is tried again
+RECEIVED_BYTES = 16_384  # bytes taken at once: more than any answer, which has a byte a block
+
+
+class Way:
+    """Where one client's lookups can go beside gRPC, and whether they can now."""
+
+    def __init__(self, place: str) -> None:
+        """`place`: what grpc connects to; only a Unix socket has another one for lookups."""
+        self.path = place.removeprefix("unix:") + SUFFIX if place.startswith("unix:") else ""
+        self._place = place
+        self._again_at = 0.0
+        self._pid = os.getpid()
+
+    def message(self, request: pb.LookupRequest) -> bytes | None:
+        """What is sent for a request; None where gRPC is to be asked."""
+        return None if request.group else self.packed(request.namespace_id, request.epoch, request.hashes)
+
+    def packed(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes | None:
+        """`message` of a request about one namespace."""
+        if not self.path or len(epoch) > EPOCH_BYTES or time.monotonic() < self._again_at or self._pid != os.getpid():
+            return None  # of another process: a connection must not be two processes'
+        return REQUEST.pack(MAGIC, namespace_id, len(hashes) // 32, epoch.encode()) + hashes
+
+    def reply(self, request: pb.LookupRequest, status: int, body: bytes) -> pb.LookupReply:
+        """The service's reply in an answer. Raises what the service would."""
+        if status:
+            code, _, text = body.decode("utf-8", "replace").partition(" ")
+            raise errors.from_code(code, text)
+        return pb.LookupReply(epoch=request.epoch, blocks=len(body), tiers=[body])
+
+    def missed(self) -> None:
+        """Nobody listens there, or takes no more connections: leave it alone for a while."""
+        self._again_at = max(self._again_at, time.monotonic() + AGAIN_S)
+
+    def close(self) -> None:
+        """Use it no more."""
+        self._again_at = float("inf")
+
+    @property
+    def closed(self) -> bool:
+        """`close` was called."""
+        return self._again_at == float("inf")
+
+    def late(self, timeout_s: float) -> errors.DeadlineExceeded:
+        """The error where no answer came in time."""
+        return errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s:g} s; see its log")
 
 
 class QuickLookups:
     """The connections of one client."""
 
     def __init__(self, place: str) -> None:
-        """`place`: what grpc connects to; only a Unix socket has another one for lookups."""
-        self._place = place
-        self._path = place.removeprefix("unix:") + SUFFIX if place.startswith("unix:") else ""
+        """`place`: as of a Way."""
+        self.way = Way(place)
         self._idle: deque[socket.socket] = deque()
-        self._again_at = 0.0
-        self._pid = os.getpid()
 
     def ask(self, request: pb.LookupRequest, timeout_s: float) -> pb.LookupReply | None:
         """The answer; None where gRPC is to be asked. Raises what the service would, DeadlineExceeded after `timeout_s`."""
-        epoch = request.epoch.encode()
-        alone = self._path and not request.group and len(epoch) <= EPOCH_BYTES
-        if not alone or time.monotonic() < self._again_at or self._pid != os.getpid():  # a connection must not be two processes'
-            return None
-        hashes = request.hashes
-        message = REQUEST.pack(MAGIC, request.namespace_id, len(hashes) // 32, epoch) + hashes
-        answer = self._exchange(message, timeout_s)
-        if answer is None:
-            return None
-        status, body = answer
-        if status:
-            code, _, text = body.decode("utf-8", "replace").partition(" ")
-            raise errors.from_code(code, text)
-        return pb.LookupReply(epoch=request.epoch, blocks=len(body), tiers=[body])
+        message = self.way.message(request)
+        answer = None if message is None else self._exchange(message, timeout_s)
+        return None if answer is None else self.way.reply(request, *answer)
+
+    def look(self, namespace_id: int, epoch: str, hashes: bytes, timeout_s: float) -> bytes | None:
+        """The tiers of the leading blocks that are here, the shortest way. None where `ask` is to say what is the matter."""
+        message = self.way.packed(namespace_id, epoch, hashes) if hashes and epoch else None
+        answer = None if message is None else self._exchange(message, timeout_s)
+        return None if answer is None or answer[0] else answer[1]
 
     def close(self) -> None:
         """Close the connections."""
-        self._again_at = float("inf")
+        self.way.close()
         while self._idle:
             self._idle.pop().close()
 
@@ -62,35 +100,42 @@ class QuickLookups:
             try:
                 connection.settimeout(timeout_s)
                 if fresh:
-                    connection.connect(self._path)
+                    connection.connect(self.way.path)
                 connection.sendall(message)
-                status, size_bytes = REPLY.unpack(_received(connection, REPLY.size))
-                answer = status, _received(connection, size_bytes)
+                answer = _answer(connection)
             except TimeoutError:
                 connection.close()
-                raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s:g} s; see its log") from None
+                raise self.way.late(timeout_s) from None
             except OSError:
                 connection.close()
                 if fresh:
-                    self._again_at = max(self._again_at, time.monotonic() + AGAIN_S)
+                    self.way.missed()
                     return None
+            except BaseException:  # as an interrupt: the answer to this must not be taken for the next one's
+                connection.close()
+                raise
             else:
                 self._give_back(connection)
                 return answer
 
     def _give_back(self, connection: socket.socket) -> None:
-        if len(self._idle) < MAX_IDLE and self._again_at < float("inf"):
+        if len(self._idle) < MAX_IDLE and not self.way.closed:
             self._idle.append(connection)
         else:
             connection.close()
 
 
-def _received(connection: socket.socket, size_bytes: int) -> bytes:
-    """Exactly so many bytes. Raises OSError where there are fewer."""
-    data = connection.recv(size_bytes) if size_bytes else b""
-    while len(data) < size_bytes:
-        more = connection.recv(size_bytes - len(data))
+def _answer(connection: socket.socket) -> tuple[int, bytes]:
+    """One answer, (status, body): mostly it comes in one piece. Raises OSError where the connection ends before."""
+    data = b""
+    end = REPLY.size
+    while len(data) < end:
+        more = connection.recv(RECEIVED_BYTES)
         if not more:
             raise ConnectionResetError("the daemon closed the connection")
         data += more
-    return data
+        if len(data) >= REPLY.size:
+            end = REPLY.size + REPLY.unpack_from(data)[1]
+    if len(data) > end:
+        raise ConnectionResetError("more came than the answer")
+    return REPLY.unpack_from(data)[0], data[REPLY.size :]

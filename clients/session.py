@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import errors
-from kvstore.clients.answers import Answer, Expected, Failed, read_answer
+from kvstore.clients.answers import Answer, Expected, Failed, read_answers
 from kvstore.clients.blocks import Tail
+from kvstore.clients.packing import Queued, as_they_are, packed
 from kvstore.clients.pools import Pool, lease_name
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -129,10 +130,11 @@ class Session:
         self.id = 0
         self.pools: dict[str, Pool] = {}  # by the GPU's UUID: those asked for that the daemon has
         self.error: errors.KVStoreError | None = None
+        self._pack = as_they_are
         self._control: deque[pb.ClientMessage] = deque()
-        self._queued: deque[tuple[int, pb.Op]] = deque()
+        self._queued: deque[Queued] = deque()
         self._queued_slots = 0  # anonymous ones that queued operations ask for
-        self._sent: dict[int, list[int]] = {}  # tickets by batch number
+        self._sent: dict[int, list[Sequence[int]]] = {}  # by batch number: the tickets of each operation that was sent
         self._leases: dict[int, int] = {}  # ticket of an Acquire -> its lease; here and below leases go by `lease_name`
         self._granting: dict[int, Granting] = {}
         self._last_ticket = 0
@@ -176,8 +178,8 @@ class Session:
         for op in ops:
             self._last_ticket += 1
             tickets.append(self._last_ticket)
-            self._queued.append((self._last_ticket, op))
-            kind = op.WhichOneof("kind")
+            kind = op.WhichOneof("kind") or "none"
+            self._queued.append((self._last_ticket, op, kind))
             if kind == "reserve":
                 self._queued_slots += op.reserve.count
             elif kind == "acquire":
@@ -202,15 +204,18 @@ class Session:
             return None
         self._last_batch += 1
         queued = list(itertools.islice(self._queued, MAX_OPS_PER_BATCH))
-        message = pb.ClientMessage(batch={"number": self._last_batch, "ops": [op for _, op in queued]})
-        if self._queued_slots + message.ByteSize() // 32 > MAX_BLOCKS_PER_BATCH or message.ByteSize() // 4 > MAX_TOKENS_PER_BATCH:
+        ops, tickets = self._pack(queued)
+        message = pb.ClientMessage(batch={"number": self._last_batch, "ops": ops})
+        size_bytes = message.ByteSize()
+        if self._queued_slots + size_bytes // 32 > MAX_BLOCKS_PER_BATCH or size_bytes // 4 > MAX_TOKENS_PER_BATCH:
             del queued[_fitting(queued) :]  # else so short a message is within the limits
-            del message.batch.ops[len(queued) :]
-        for _, op in queued:
+            ops, tickets = self._pack(queued)
+            message = pb.ClientMessage(batch={"number": self._last_batch, "ops": ops})
+        for _, op, kind in queued:
             self._queued.popleft()
-            if op.HasField("reserve"):
+            if kind == "reserve":
                 self._queued_slots -= op.reserve.count
-        self._sent[self._last_batch] = [ticket for ticket, _ in queued]
+        self._sent[self._last_batch] = tickets
         return message
 
     # ---- the daemon's side
@@ -227,6 +232,7 @@ class Session:
         match kind:
             case "welcome":
                 self.epoch, self.id = message.epoch, message.welcome.session
+                self._pack = packed if message.welcome.each else as_they_are
                 self.pools = {offer.uuid: Pool.offered(message.epoch, offer) for offer in message.welcome.pools}
                 return [Welcomed(message.welcome)]
             case "ready":
@@ -241,7 +247,8 @@ class Session:
         if self.state is State.OVER:
             return []
         self.state, self.error = State.OVER, error
-        waiting = [ticket for tickets in self._sent.values() for ticket in tickets] + [ticket for ticket, _ in self._queued]
+        waiting = [ticket for sent in self._sent.values() for tickets in sent for ticket in tickets]
+        waiting += [ticket for ticket, _, _ in self._queued]
         events: list[Event] = [Answered(ticket, Failed(error)) for ticket in waiting]
         for lease, granting in self._granting.items():
             if not granting.settled:
@@ -255,16 +262,16 @@ class Session:
         return [*events, Over(error)]
 
     def _replied(self, reply: pb.BatchReply) -> list[Event]:
-        tickets = self._sent.get(reply.number)
-        if tickets is None or reply.first_op + len(reply.replies) > len(tickets):
+        sent = self._sent.get(reply.number)
+        if sent is None or reply.first_op + len(reply.replies) > len(sent):
             return self.lost(errors.InternalFault(f"the daemon answered batch {reply.number}, which was not sent"))
         events: list[Event] = []
-        for ticket, op_reply in zip(tickets[reply.first_op :], reply.replies, strict=False):
-            answer = read_answer(op_reply)
-            events.append(Answered(ticket, answer))
-            if self._leases and (lease := self._leases.pop(ticket, 0)) in self._granting:
-                events.extend(self._acquire_answered(lease, answer))
-        if reply.first_op + len(reply.replies) == len(tickets):
+        for tickets, op_reply in zip(sent[reply.first_op :], reply.replies, strict=False):
+            answers = read_answers(op_reply, len(tickets))
+            events += map(Answered, tickets, answers)
+            if self._leases and (lease := self._leases.pop(tickets[0], 0)) in self._granting:
+                events.extend(self._acquire_answered(lease, answers[0]))
+        if reply.first_op + len(reply.replies) == len(sent):
             del self._sent[reply.number]
         for grant in reply.grants:
             events.extend(self._granted(grant))
@@ -297,10 +304,10 @@ class Session:
         return [Settled(lease, granting)] if grant.ended else []
 
 
-def _fitting(queued: Sequence[tuple[int, pb.Op]]) -> int:
+def _fitting(queued: Sequence[Queued]) -> int:
     """How many of these operations, one at least, a batch within its limits may have."""
     blocks = tokens = 0
-    for count, (_, op) in enumerate(queued):
+    for count, (_, op, _) in enumerate(queued):
         blocks += op.reserve.count + (len(op.reserve.hashes) + len(op.acquire.hashes) + len(op.commit.hashes)) // 32
         tokens += (len(op.acquire.token_ids) + len(op.commit.token_ids)) // 4
         if count and (blocks > MAX_BLOCKS_PER_BATCH or tokens > MAX_TOKENS_PER_BATCH):

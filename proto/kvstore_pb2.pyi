@@ -166,13 +166,16 @@ class Batch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[Op, _Mapping]]] = ...) -> None: ...
 
 class Op(_message.Message):
-    __slots__ = ("acquire", "claim", "reserve", "commit", "abandon", "release", "pool")
+    __slots__ = ("acquire", "claim", "reserve", "commit", "abandon", "release", "reserve_each", "commit_each", "release_each", "pool")
     ACQUIRE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_EACH_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_EACH_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_EACH_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     acquire: Acquire
     claim: Claim
@@ -180,8 +183,11 @@ class Op(_message.Message):
     commit: Commit
     abandon: Abandon
     release: Release
+    reserve_each: ReserveEach
+    commit_each: CommitEach
+    release_each: ReleaseEach
     pool: int
-    def __init__(self, acquire: _Optional[_Union[Acquire, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., pool: _Optional[int] = ...) -> None: ...
+    def __init__(self, acquire: _Optional[_Union[Acquire, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., reserve_each: _Optional[_Union[ReserveEach, _Mapping]] = ..., commit_each: _Optional[_Union[CommitEach, _Mapping]] = ..., release_each: _Optional[_Union[ReleaseEach, _Mapping]] = ..., pool: _Optional[int] = ...) -> None: ...
 
 class Acquire(_message.Message):
     __slots__ = ("lease", "namespace_id", "group", "hashes", "timeout_s", "token_ids", "root")
@@ -261,6 +267,36 @@ class Release(_message.Message):
     keep_blocks: int
     def __init__(self, lease: _Optional[int] = ..., keep_blocks: _Optional[int] = ...) -> None: ...
 
+class ReserveEach(_message.Message):
+    __slots__ = ("reservations", "namespace_id")
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    reservations: bytes
+    namespace_id: int
+    def __init__(self, reservations: _Optional[bytes] = ..., namespace_id: _Optional[int] = ...) -> None: ...
+
+class CommitEach(_message.Message):
+    __slots__ = ("leases", "namespace_id", "units", "generations", "hashes", "parents")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    leases: bytes
+    namespace_id: int
+    units: bytes
+    generations: bytes
+    hashes: bytes
+    parents: bytes
+    def __init__(self, leases: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., units: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseEach(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: bytes
+    def __init__(self, leases: _Optional[bytes] = ...) -> None: ...
+
 class ServerMessage(_message.Message):
     __slots__ = ("epoch", "welcome", "ready", "reply", "grant", "ended")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -278,7 +314,7 @@ class ServerMessage(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., reply: _Optional[_Union[BatchReply, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session", "resume_token", "arena_path", "arena_bytes", "arena_header_bytes", "session_path", "pools")
+    __slots__ = ("session", "resume_token", "arena_path", "arena_bytes", "arena_header_bytes", "session_path", "pools", "each")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +322,7 @@ class Welcome(_message.Message):
     ARENA_HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSION_PATH_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     session: int
     resume_token: bytes
     arena_path: str
@@ -293,7 +330,8 @@ class Welcome(_message.Message):
     arena_header_bytes: int
     session_path: str
     pools: _containers.RepeatedCompositeFieldContainer[PoolOffer]
-    def __init__(self, session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., arena_header_bytes: _Optional[int] = ..., session_path: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolOffer, _Mapping]]] = ...) -> None: ...
+    each: bool
+    def __init__(self, session: _Optional[int] = ..., resume_token: _Optional[bytes] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., arena_header_bytes: _Optional[int] = ..., session_path: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolOffer, _Mapping]]] = ..., each: _Optional[bool] = ...) -> None: ...
 
 class PoolOffer(_message.Message):
     __slots__ = ("pool", "uuid", "socket_path", "bytes")
@@ -324,16 +362,18 @@ class BatchReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[OpReply, _Mapping]]] = ..., first_op: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
 
 class OpReply(_message.Message):
-    __slots__ = ("acquired", "slots", "done", "error")
+    __slots__ = ("acquired", "slots", "done", "error", "each")
     ACQUIRED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    EACH_FIELD_NUMBER: _ClassVar[int]
     acquired: Acquired
     slots: SlotReply
     done: Done
     error: Error
-    def __init__(self, acquired: _Optional[_Union[Acquired, _Mapping]] = ..., slots: _Optional[_Union[SlotReply, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    each: EachReply
+    def __init__(self, acquired: _Optional[_Union[Acquired, _Mapping]] = ..., slots: _Optional[_Union[SlotReply, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., each: _Optional[_Union[EachReply, _Mapping]] = ...) -> None: ...
 
 class Acquired(_message.Message):
     __slots__ = ("lease", "expected_blocks", "reason", "tail_tokens")
@@ -364,6 +404,20 @@ class Done(_message.Message):
     COUNT_FIELD_NUMBER: _ClassVar[int]
     count: int
     def __init__(self, count: _Optional[int] = ...) -> None: ...
+
+class EachReply(_message.Message):
+    __slots__ = ("outcomes", "units", "generations", "counts", "replies")
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    units: bytes
+    generations: bytes
+    counts: bytes
+    replies: _containers.RepeatedCompositeFieldContainer[OpReply]
+    def __init__(self, outcomes: _Optional[bytes] = ..., units: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., replies: _Optional[_Iterable[_Union[OpReply, _Mapping]]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "text")

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.bench.echo import Echo
 from kvstore.bench.step import SEQUENCES, step_figures
-from kvstore.bench.yardsticks import Echo, Memcpy, RawDisk, gbps, median_ms, shared_segment, timed
+from kvstore.bench.yardsticks import Memcpy, RawDisk, gbps, median_ms, second_of_two_s, shared_segment, timed
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
 from kvstore.config import format_bytes, parse_bytes
@@ -33,8 +34,10 @@ HELP = "Put and get through a real daemon, beside memcpy and raw O_DIRECT of the
 BLOCK_SIZES = {"128 KiB": 128 << 10, "720 KiB": 720 << 10, "2 MiB": 2 << 20, "32 MiB": 32 << 20}  # bytes of a block
 HEADLINE = "2 MiB"  # the block size of the ratios that are quoted
 BATCHES = (1, 128, 2048)  # blocks of a call whose latency is taken
+CALL_KINDS = ("echo", "lookup", "acquire", "commit", "echo_socket", "lookup_socket")
 ROUNDS = 5  # of each throughput figure
 CALLS = 60  # of each latency figure
+WARM_CALLS = 3  # before those that count
 THREADS = 2  # that read and write the disk, in the daemon and in the yardstick
 INDEX_BLOCKS = 262_144  # blocks: four times what fits, so that rows are never what is short
 WRITE_DEADLINE_S = 120.0  # seconds for write-through to finish
@@ -184,33 +187,38 @@ def _rounds(
 
 
 def _latency(directory: Path) -> dict[int, dict[str, float]]:
-    """Milliseconds of calls about many blocks of 4 KiB, beside an empty call with a message of the same size."""
+    """Milliseconds of calls about many blocks of 4 KiB, beside an empty call of the same kind with a message of the same size."""
     found: dict[int, dict[str, float]] = {}
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
         daemon = stack.enter_context(DaemonProcess(Path(place), ["--index-blocks", str(INDEX_BLOCKS)], dram="256MiB", nvme=False))
         bench, echo = Bench(daemon, 4096, "latency"), stack.enter_context(Echo(Path(place)))
+        by_grpc = stack.enter_context(KVClient(daemon.address, name="bench, over gRPC alone"))
+        by_grpc._quick.close()
         source = np.zeros(4096 * max(BATCHES), np.uint8)
         for batch in BATCHES:
             hashes = bench.hashes(batch, batch)
             bench.put(hashes, source)
-            times: dict[str, list[float]] = {"echo": []}
-            for what, act in _acts(bench, hashes).items():
-                for number in range(CALLS):
-                    times["echo"].extend(echo.unary_ms(32 * batch, 1))
-                    times.setdefault(what, []).append(1e3 * act(number))
+            times: dict[str, list[float]] = {}
+            for what, act in _acts(bench, by_grpc, hashes).items():
+                kind, empty = ("echo_socket", echo.socket_ms) if what == "lookup_socket" else ("echo", echo.grpc_ms)
+                for number in range(-WARM_CALLS, CALLS):
+                    pair = empty(batch), 1e3 * act(number)
+                    for name, value in zip((kind, what), pair, strict=True) if number >= 0 else ():
+                        times.setdefault(name, []).append(value)
             found[batch] = {what: median_ms(values) for what, values in times.items()}
         bench.client.close()
     return found
 
 
-def _acts(bench: Bench, hashes: bytes) -> dict[str, Callable[[int], float]]:
+def _acts(bench: Bench, by_grpc: KVClient, hashes: bytes) -> dict[str, Callable[[int], float]]:
     """What is timed, in seconds, for blocks that are stored; each is given the number of its round."""
     batch = len(hashes) // 32
     return {
-        "lookup": lambda _: timed(lambda: bench.client.lookup(bench.space, hashes)),
+        "lookup": lambda _: second_of_two_s(lambda: by_grpc.lookup(bench.space, hashes)),
+        "lookup_socket": lambda _: second_of_two_s(lambda: bench.client.lookup(bench.space, hashes)),
         "acquire": lambda _: timed(lambda: bench.get(hashes, None)),
-        "commit": lambda number: _commit_s(bench, bench.hashes(batch, batch + 4096 * (number + 1))),
+        "commit": lambda number: _commit_s(bench, bench.hashes(batch, batch + 4096 * (number + WARM_CALLS + 1))),
     }
 
 
@@ -234,9 +242,10 @@ def show(figures: dict[str, Any]) -> None:
     print(f"{'block':>8}  " + "  ".join(f"{column:>18}" for column in columns))
     for name, row in figures["by_block_size"].items():
         print(f"{name:>8}  " + "  ".join(f"{row[column]:18.2f}" for column in columns))
-    print("\nMilliseconds a call, median; echo is an empty call with a message of the same size\n")
-    print(f"{'blocks':>8}  " + "  ".join(f"{what:>10}" for what in ("echo", "lookup", "acquire", "commit")))
+    print("\nMilliseconds a call, median; echo is an empty call of gRPC with a message of the same size, echo_socket one over the plain")
+    print("socket that lookups of clients on this machine take\n")
+    print(f"{'blocks':>8}  " + "  ".join(f"{what:>13}" for what in CALL_KINDS))
     for batch, row in figures["by_batch"].items():
-        print(f"{batch:>8}  " + "  ".join(f"{row[what]:10.3f}" for what in ("echo", "lookup", "acquire", "commit")))
+        print(f"{batch:>8}  " + "  ".join(f"{row[what]:13.3f}" for what in CALL_KINDS))
     step, empty = figures["step_p50_ms"], figures["round_trip_p50_ms"]
     print(f"\nA decode step's message ({SEQUENCES} reserves, commits and releases): {step:.2f} ms, an empty one {empty:.2f}")

@@ -1,27 +1,21 @@
-"""What the machine itself does: copies between shared segments, raw O_DIRECT, an empty call of the same size."""
+"""What the machine itself does: copies between shared segments, raw O_DIRECT."""
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-ECHO_METHOD = "/kvstore.bench.Echo/Unary"
 
 
 def gbps(size_bytes: int, seconds: float) -> float:
@@ -34,6 +28,12 @@ def timed(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
+
+
+def second_of_two_s(act: Callable[[], object]) -> float:
+    """Seconds that a call took just after one like it: what both sides run is in their processors' caches."""
+    act()
+    return timed(act)
 
 
 @contextmanager
@@ -94,61 +94,6 @@ class RawDisk:
         self._path.unlink()
 
 
-# ---- an empty call
-
-
-class Echo:
-    """A process that answers with nothing, over the same library, loop and kind of socket as the daemon's."""
-
-    def __init__(self, directory: Path) -> None:
-        socket = directory / "echo.sock"
-        command = [sys.executable, "-m", "kvstore.bench.yardsticks", str(socket)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        if not self._process.stdout or not self._process.stdout.readline():
-            raise RuntimeError("the echo process did not start")
-        self._channel = grpc.insecure_channel(f"unix:{socket}")
-        self._call: Any = self._channel.unary_unary(ECHO_METHOD)
-
-    def unary_ms(self, size_bytes: int, rounds: int) -> list[float]:
-        """The time of each of `rounds` calls with a message of this size, in milliseconds."""
-        message = bytes(size_bytes)
-        self._call(message)
-        return [1e3 * timed(lambda: self._call(message)) for _ in range(rounds)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-        self._process.terminate()
-        self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
-
-
 def median_ms(times: list[float]) -> float:
     """The middle one, to a microsecond."""
     return round(statistics.median(times), 3)
-
-
-async def _serve_echo(socket: str) -> None:
-    async def unary(_: bytes, __: object) -> bytes:
-        return b""
-
-    server = grpc.aio.server()
-    handlers: dict[str, Any] = {"Unary": grpc.unary_unary_rpc_method_handler(unary)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("kvstore.bench.Echo", handlers),))
-    server.add_insecure_port(f"unix:{socket}")
-    await server.start()
-    print("ready", flush=True)
-    await server.wait_for_termination()
-
-
-if __name__ == "__main__":
-    try:
-        import uvloop
-
-        uvloop.install()
-    except ImportError:
-        pass
-    asyncio.run(_serve_echo(sys.argv[1]))

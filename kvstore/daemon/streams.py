@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvstore import errors
 from kvstore.cache.messages import (
@@ -29,9 +31,10 @@ from kvstore.cache.messages import (
     Reserved,
 )
 from kvstore.daemon import wire
+from kvstore.daemon.bounds import PACKED, check_batch
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.pool_calls import core_in, pool_offers, pool_terms
-from kvstore.daemon.runs import Run, carry_out, runs_of
+from kvstore.daemon.runs import carry_out, each_of, singles_of
 from kvstore.daemon.sessions import Attached
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.tiers.dram import DramTier
@@ -216,7 +219,7 @@ class SessionStream:
             hub.sessions.take_over(old, session)
         hub.join(session.id, self)
         log.info("session %d attached", session.id, extra={"client": client, "tenant": self._tenant, "resumes": hello.resume_session})
-        welcome = pb.Welcome(session=session.id, resume_token=session.token, pools=pool_offers(hub.pools, terms))
+        welcome = pb.Welcome(session=session.id, resume_token=session.token, pools=pool_offers(hub.pools, terms), each=True)
         if hello.maps_arena:
             welcome.arena_path, welcome.arena_bytes = str(self._dram.path), self._dram.capacity_bytes
             welcome.arena_header_bytes, welcome.session_path = self._dram.header_bytes, str(session.files[-1].path)
@@ -227,10 +230,9 @@ class SessionStream:
 
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
         ops = list(batch.ops)  # each is read several times: made into an object once
-        kinds = wire.check_batch(batch)
-        replies: list[wire.Reply] = []
-        for run in runs_of(ops, kinds, session.id):
-            replies += self._carry_out(run) or [self._operate(session.id, op) for op in run.ops]
+        kinds = check_batch(batch, ops)
+        of = session.id
+        replies = [self._each(of, op, kind) if kind in PACKED else self._operate(of, op) for op, kind in zip(ops, kinds, strict=True)]
         at_once: list[pb.Grant] = []
         self._at_once = at_once
         try:
@@ -240,15 +242,21 @@ class SessionStream:
         for message in wire.batch_messages(batch.number, replies, at_once):
             self._push(message)
 
-    def _carry_out(self, run: Run) -> Sequence[wire.Reply]:
-        """The answers of neighbours that could be done as one; none where they are to be done one by one."""
-        answers = carry_out(self._hub.cache, run)
+    def _each(self, session: int, op: pb.Op, kind: str) -> wire.Reply:
+        """The answer to a packed operation."""
+        single = PACKED[kind]
+        try:
+            each = each_of(op, session)
+        except errors.KVStoreError as error:
+            self._counts[single, error.code.lower()] += 1
+            return wire.error_reply(error)
+        answers = carry_out(self._hub.cache, each)
         if answers is None:
-            return []
-        replies, outcomes = answers
+            return pb.OpReply(each=pb.EachReply(replies=[self._operate(session, one) for one in singles_of(each)]))
+        reply, outcomes = answers
         for name, count in outcomes.items():
-            self._counts[run.kind, name] += count
-        return replies
+            self._counts[single, name] += count
+        return reply
 
     def _operate(self, session: int, op: pb.Op) -> pb.OpReply:
         kind = op.WhichOneof("kind") or "none"
@@ -284,8 +292,9 @@ class SessionStream:
     def _count(self, kind: str, outcome: Outcome) -> None:
         match outcome:
             case Reserved(outcomes=outcomes) | Committed(outcomes=outcomes):
-                for code, count in Counter(outcomes.tolist()).items():
-                    self._counts[kind, OUTCOMES[code]] += count
+                counts = np.bincount(outcomes)
+                for code in np.flatnonzero(counts).tolist():
+                    self._counts[kind, OUTCOMES[code]] += int(counts[code])
             case Refused(code, _):
                 self._counts[kind, code.lower()] += 1
             case _:

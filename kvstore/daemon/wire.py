@@ -42,9 +42,7 @@ from kvstore.geometry import GRANULARITIES, Geometry, Quant
 from kvstore.hashing import Identity
 from kvstore.proto import kvstore_pb2 as pb
 
-MAX_OPS_PER_BATCH = 1024  # operations: 128 sequences of a decode step need a few each
 MAX_GROUP_MEMBERS = 256  # namespaces: 64 tensor-parallel shards of a model with four KV groups
-MAX_TOKENS_PER_BATCH = 524_288  # token ids: 2 MiB, half of the largest message
 MAX_TEXT_CHARS = 4096  # of a name or a fact: a position holds every rope parameter as JSON, which is some hundred
 MAX_TIMEOUT_S = 3600.0  # an hour: a longer wait for blocks is a mistake in the unit
 MAX_GRANT_SLOTS = 65_536  # slots in one Grant: 512 KiB, far below the largest message
@@ -159,30 +157,6 @@ def keep_of(message: pb.Keep, block_tokens: int) -> Keep:
 
 
 # ---------------------------------------------------------------- operations
-
-
-def check_batch(batch: pb.Batch) -> list[str]:
-    """The bounds of a batch as a whole. Answers the kinds of its operations."""
-    if not batch.ops or len(batch.ops) > MAX_OPS_PER_BATCH:
-        raise errors.LimitExceeded(f"a batch has {len(batch.ops)} operations; give 1 to {MAX_OPS_PER_BATCH}")
-    kinds = [op.WhichOneof("kind") or "none" for op in batch.ops]
-    slots = sum([op.reserve.count for kind, op in zip(kinds, batch.ops, strict=True) if kind == "reserve"])
-    size_bytes = batch.ByteSize()
-    if slots + size_bytes // HASH_BYTES <= MAX_BLOCKS_PER_BATCH and size_bytes // 4 <= MAX_TOKENS_PER_BATCH:
-        return kinds  # so short a message cannot name more
-    blocks, tokens = slots, 0
-    for kind, op in zip(kinds, batch.ops, strict=True):
-        if kind == "reserve":
-            blocks += len(op.reserve.hashes) // HASH_BYTES
-        elif kind in ("commit", "acquire"):
-            named = op.commit if kind == "commit" else op.acquire
-            blocks += len(named.hashes) // HASH_BYTES
-            tokens += len(named.token_ids) // 4
-    if blocks > MAX_BLOCKS_PER_BATCH:
-        raise errors.LimitExceeded(f"a batch names {blocks} blocks, the most is {MAX_BLOCKS_PER_BATCH}; split it")
-    if tokens > MAX_TOKENS_PER_BATCH:
-        raise errors.LimitExceeded(f"a batch has {tokens} token ids, the most is {MAX_TOKENS_PER_BATCH}; split it, or send none")
-    return kinds
 
 
 def input_of(op: pb.Op, session: int, now: float, longest_wait_s: float) -> Input:

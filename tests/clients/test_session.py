@@ -30,11 +30,11 @@ def server(**kind: object) -> pb.ServerMessage:
     return pb.ServerMessage(epoch=EPOCH, **kind)  # type: ignore[arg-type]
 
 
-def opened() -> Session:
+def opened(*, packs: bool = False) -> Session:
     session = Session()
     session.hello(pb.Hello())
     session.next_message()
-    session.receive(server(welcome=pb.Welcome(session=7)))
+    session.receive(server(welcome=pb.Welcome(session=7, each=packs)))
     session.locked()
     session.next_message()
     session.receive(server(ready=pb.Ready()))
@@ -134,6 +134,60 @@ def test_replies_find_their_operations_across_batches_and_parts() -> None:
 def test_a_reply_to_a_batch_that_was_not_sent_ends_the_session() -> None:
     session = opened()
     assert isinstance(session.receive(server(reply=pb.BatchReply(number=99)))[-1], Over)
+
+
+def commits(count: int) -> list[pb.Op]:
+    slot = np.array([4], np.uint32), np.array([1], np.uint32)
+    return [requests.commit(lease, 1, slot, bytes([lease]) * 32, bytes(32)) for lease in range(1, 1 + count)]
+
+
+def test_operations_of_one_kind_leave_packed_where_the_daemon_reads_that() -> None:
+    ops = [*(requests.reserve(number, 1, count=1) for number in range(1, 6)), *commits(5), *(requests.release(9 + n) for n in range(5))]
+    plain, session = opened(), opened(packs=True)
+    plain.submit(ops)
+    session.submit(ops)
+    assert list(sent_batch(plain).ops) == ops
+    assert [op.WhichOneof("kind") for op in sent_batch(session).ops] == ["reserve_each", "commit_each", "release_each"]
+    session.submit([requests.release(number + 1) for number in range(MAX_OPS_PER_BATCH + 1)])
+    assert [len(sent_batch(session).ops[0].release_each.leases) for _ in range(1)] == [8 * MAX_OPS_PER_BATCH]
+    assert len(sent_batch(session).ops) == 1
+    session.submit([*commits(200), requests.reserve(1, 1, count=8000)])
+    assert [op.WhichOneof("kind") for op in sent_batch(session).ops] == ["commit_each"]
+    assert [op.WhichOneof("kind") for op in sent_batch(session).ops] == ["reserve"]
+
+
+def test_packed_answers_find_their_operations() -> None:
+    """Together, one by one, as one error, and too few."""
+    session = opened(packs=True)
+    tickets = session.submit([*commits(4), *(requests.release(number) for number in range(1, 5)), requests.release(8, 3)])
+    number = sent_batch(session).number
+    stored = pb.EachReply(outcomes=bytes([2, 3, 2, 2]), units=words(0, 7, 0, 0), generations=words(0, 9, 0, 0))
+    part = pb.BatchReply(number=number, replies=[pb.OpReply(each=stored)])
+    events = session.receive(server(reply=part))
+    answers = [event.answer for event in events if isinstance(event, Answered) and isinstance(event.answer, Slotted)]
+    assert [event.ticket for event in events if isinstance(event, Answered)] == tickets[:4]
+    told = [(each.outcomes.tolist(), each.units.tolist(), each.generations.tolist()) for each in answers[:2]]
+    assert told == [([2], [0], [0]), ([3], [7], [9])]
+    counts = pb.OpReply(each=pb.EachReply(counts=words(1, 0, 2, 1)))
+    tail = pb.OpReply(done=pb.Done(count=3))
+    events = session.receive(server(reply=pb.BatchReply(number=number, first_op=1, replies=[counts, tail])))
+    assert events == [Answered(ticket, Finished(count)) for ticket, count in zip(tickets[4:], (1, 0, 2, 1, 3), strict=True)]
+    one_by_one = pb.EachReply(replies=[tail, pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: no")), tail, tail])
+    whole = pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: no"))
+    few = pb.OpReply(each=pb.EachReply(counts=words(1, 1)))
+    for reply, failed in ((pb.OpReply(each=one_by_one), [1]), (whole, [0, 1, 2, 3]), (few, [0, 1, 2, 3])):
+        session.submit([requests.release(number) for number in range(1, 5)])
+        events = session.receive(server(reply=pb.BatchReply(number=sent_batch(session).number, replies=[reply])))
+        assert [n for n, event in enumerate(events) if isinstance(event, Answered) and isinstance(event.answer, Failed)] == failed
+        assert len(events) == 4
+
+
+def test_the_end_of_a_session_fails_every_packed_operation() -> None:
+    session = opened(packs=True)
+    tickets = session.submit([requests.release(number) for number in range(1, 7)])
+    sent_batch(session)
+    *failed, _ = session.lost(errors.Unavailable("gone"))
+    assert [event.ticket for event in failed if isinstance(event, Answered)] == tickets
 
 
 def test_one_failed_operation_leaves_its_neighbours_alone() -> None:

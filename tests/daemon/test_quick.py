@@ -110,7 +110,7 @@ def test_without_it_the_service_answers(daemon: DaemonProcess, client: KVClient)
     """There are no more connections to be had, so a client asks over gRPC."""
     space, hashes = stored(client, 5, 2)
     client._quick.close()  # what it has would serve it
-    client._quick._again_at = 0.0
+    client._quick.way._again_at = 0.0
     taken = [connected(daemon) for _ in range(theirs.MAX_CONNECTIONS)]
     try:
         assert client._quick.ask(request(space, hashes), TIMEOUT_S) is None

@@ -1,4 +1,4 @@
-"""Neighbours that are carried out as one: the same answers, and the same cache afterwards, as one by one."""
+"""Operations that come packed and are carried out as one: the same answers, and the same cache afterwards, as one by one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import errors
 from kvstore.cache import invariants
 from kvstore.cache.core import Cache
 from kvstore.cache.state import CacheSizes
 from kvstore.clients import requests
+from kvstore.clients.answers import Answer, Failed, Slotted, read_answers
+from kvstore.clients.packing import as_they_are, packed
+from kvstore.daemon.bounds import PACKED
 from kvstore.daemon.hub import Hub
-from kvstore.daemon.runs import Run, runs_of
 from kvstore.daemon.streams import SessionLimits, SessionStream
-from kvstore.daemon.wire import check_batch
 from kvstore.geometry import UNIT_BYTES
 from kvstore.hashing import fingerprint
 from kvstore.proto import kvstore_pb2 as pb
@@ -40,15 +42,21 @@ class Desk:
         opening = requests.open_namespace(IDENTITY, GEOMETRY, "", "", requests.KEEP_ALL)
         self.namespace = self.hub.namespaces.open("default", opening).id
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.as_one = 0  # packed operations that were done as one
         self._stream = SessionStream(self.hub, self.dram, "default", SessionLimits(1.0, limit_bytes), self.counts)
         self._stream._receive(pb.ClientMessage(hello=pb.Hello()))  # no arena is mapped, so no lock is needed
 
-    def ask(self, *ops: pb.Op) -> list[pb.OpReply]:
+    def ask(self, *ops: pb.Op, packs: bool = False) -> list[Answer]:
         """The answers to one batch."""
         outbound = self._stream._out._queue
         outbound.clear()
-        self._stream._receive(pb.ClientMessage(batch=pb.Batch(number=1, ops=ops)))
-        return [reply for message, _ in outbound for reply in message.reply.replies]
+        queued = [(number, op, op.WhichOneof("kind") or "none") for number, op in enumerate(ops)]
+        sent, tickets = packed(queued) if packs else as_they_are(queued)
+        assert [number for each in tickets for number in each] == list(range(len(ops)))
+        self._stream._receive(pb.ClientMessage(batch=pb.Batch(number=1, ops=sent)))
+        replies = [reply for message, _ in outbound for reply in message.reply.replies]
+        self.as_one += sum(reply.WhichOneof("kind") == "each" and not reply.each.replies for reply in replies)
+        return [answer for reply, each in zip(replies, tickets, strict=True) for answer in read_answers(reply, len(each))]
 
     def seen(self) -> object:
         """What anybody can know of the cache, and in which order its blocks would leave."""
@@ -109,12 +117,19 @@ class Decoding:
     def _release(self, lease: int) -> pb.Op:
         return requests.release(next(self._ids) if self._odd(30) else lease, keep_blocks=1 if self._odd(30) else 0)
 
-    def learn(self, ops: list[pb.Op], replies: list[pb.OpReply]) -> None:
+    def learn(self, ops: list[pb.Op], answers: list[Answer]) -> None:
         """Note the slots that were granted."""
-        for op, reply in zip(ops, replies, strict=True):
-            if op.HasField("reserve") and not op.reserve.hashes:
-                words = reply.slots.units, reply.slots.generations
+        for op, answer in zip(ops, answers, strict=True):
+            if op.HasField("reserve") and not op.reserve.hashes and isinstance(answer, Slotted):
+                words = answer.units.tobytes(), answer.generations.tobytes()
                 self.slots += [(words[0][at : at + 4], words[1][at : at + 4]) for at in range(0, len(words[0]), 4)]
+
+
+def told(answer: Answer) -> object:
+    """What an answer says."""
+    if isinstance(answer, Slotted):
+        return answer.outcomes.tolist(), answer.units.tolist(), answer.generations.tolist()
+    return (type(answer.error), str(answer.error)) if isinstance(answer, Failed) else answer
 
 
 @pytest.mark.parametrize("eviction", ["lru", "s3fifo", "cost"])
@@ -127,47 +142,78 @@ def test_neighbours_as_one_are_as_one_by_one(tmp_path: Path, seed: int, eviction
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         together, apart = Desk(tmp_path / "a", eviction, limit_bytes), Desk(tmp_path / "b", eviction, limit_bytes)
-        decoding, as_one = Decoding(seed, together.namespace), 0
+        decoding = Decoding(seed, together.namespace)
         for _ in range(STEPS):
             ops = decoding.ops()
             if not ops:
                 continue
-            before = together.hub.cache.stats().counters.get("committed", 0)
-            replies = together.ask(*ops)
-            assert replies == [reply for op in ops for reply in apart.ask(op)]
+            answers = together.ask(*ops, packs=True)
+            assert [*map(told, answers)] == [told(answer) for op in ops for answer in apart.ask(op)]
             assert together.seen() == apart.seen()
             assert [broken for rule in invariants.RULES for broken in invariants.check(together.hub.cache.state, rule)] == []
-            as_one += together.hub.cache.stats().counters.get("committed", 0) - before >= 4
-            decoding.learn(ops, replies)
+            decoding.learn(ops, answers)
         together.dram.close()
         apart.dram.close()
-        return as_one
+        return together.as_one
 
-    assert asyncio.run(run()) > STEPS // 6
-
-
-def kinds_of(runs: list[Run]) -> list[tuple[str, int, bool]]:
-    return [(run.kind, len(run.ops), run.each is not None) for run in runs]
+    assert asyncio.run(run()) > STEPS // 3
 
 
-def read(ops: list[pb.Op]) -> list[tuple[str, int, bool]]:
-    batch = pb.Batch(ops=ops)
-    return kinds_of(runs_of(batch.ops, check_batch(batch), 1))
+def sent(ops: list[pb.Op]) -> list[tuple[str, int]]:
+    """What operations leave as: (kind, for how many it stands)."""
+    whole, tickets = packed([(number, op, op.WhichOneof("kind") or "none") for number, op in enumerate(ops)])
+    assert [number for each in tickets for number in each] == list(range(len(ops)))
+    return [(op.WhichOneof("kind") or "none", len(each)) for op, each in zip(whole, tickets, strict=True)]
 
 
-def test_what_cannot_be_done_as_one_parts_a_run() -> None:
+def test_what_cannot_be_packed_parts_a_run() -> None:
     """A reserve of two slots, or a release from a lease's tail, stands between two runs; the order stays."""
     reserves = [requests.reserve(number, 1, count=1) for number in range(1, 6)]
     releases = [requests.release(number) for number in range(1, 6)]
-    assert read(reserves + releases) == [("reserve", 5, True), ("release", 5, True)]
-    two = [("reserve", 5, True), ("reserve", 1, False), ("reserve", 5, True)]
-    assert read([*reserves, requests.reserve(9, 1, count=2), *reserves]) == two
-    tail = [("release", 5, True), ("release", 1, False), ("release", 2, False)]
-    assert read([*releases, requests.release(9, 3), *releases[:2]]) == tail
-    assert read(reserves[:3]) == [("reserve", 3, False)]
+    assert sent(reserves + releases) == [("reserve_each", 5), ("release_each", 5)]
+    assert sent([*reserves, requests.reserve(9, 1, count=2), *reserves]) == [("reserve_each", 5), ("reserve", 1), ("reserve_each", 5)]
+    assert sent([*releases, requests.release(9, 3), *releases[:2]]) == [("release_each", 5), *[("release", 1)] * 3]
+    assert sent([*reserves, *(requests.reserve(number, 2, count=1) for number in range(11, 16))]) == [("reserve_each", 5)] * 2
+    assert sent(reserves[:3]) == [("reserve", 1)] * 3
 
 
-def test_operations_on_a_pool_are_done_one_by_one() -> None:
-    """The cache of host memory is not asked about them."""
+@pytest.mark.parametrize(
+    "op",
+    [
+        pb.Op(reserve_each=pb.ReserveEach(namespace_id=1)),
+        pb.Op(reserve_each=pb.ReserveEach(namespace_id=1, reservations=bytes(12))),
+        pb.Op(release_each=pb.ReleaseEach(leases=bytes(7))),
+        pb.Op(release_each=pb.ReleaseEach(leases=b"\1" + bytes(7)), pool=1),
+        pb.Op(commit_each=pb.CommitEach(leases=b"\1" + bytes(7), namespace_id=1, units=bytes(4), generations=bytes(4), hashes=bytes(32))),
+        pb.Op(commit_each=pb.CommitEach(leases=bytes(16), units=bytes(4), generations=bytes(8), hashes=bytes(64), parents=bytes(64))),
+        pb.Op(commit_each=pb.CommitEach(leases=bytes(16), units=bytes(8), generations=bytes(8), hashes=bytes(32), parents=bytes(32))),
+    ],
+)
+def test_a_malformed_packed_operation_is_refused_as_a_whole(tmp_path: Path, op: pb.Op) -> None:
+    async def run() -> None:
+        desk = Desk(tmp_path, "lru", 0)
+        before = desk.seen()
+        (answer,) = desk.ask(op)
+        assert isinstance(answer, Failed)
+        assert isinstance(answer.error, errors.InvalidArgument)
+        assert desk.counts == {(PACKED[op.WhichOneof("kind") or ""], "invalid_argument"): 1}
+        desk.counts.clear()
+        assert desk.seen() == before
+        desk.dram.close()
+
+    asyncio.run(run())
+
+
+def test_ids_that_no_lease_has_fail_alone(tmp_path: Path) -> None:
+    async def run() -> None:
+        desk = Desk(tmp_path, "lru", 0)
+        answers = desk.ask(*(requests.reserve(number, desk.namespace, count=1) for number in (1, 0, 2, 2**62, 3)), packs=True)
+        assert [isinstance(answer, Slotted) for answer in answers] == [True, False, True, False, True]
+        desk.dram.close()
+
+    asyncio.run(run())
+
+
+def test_operations_on_a_pool_are_not_packed() -> None:
     pooled = [requests.reserve(number, 1, count=1, pool=1) for number in range(1, 6)]
-    assert read(pooled) == [("reserve", 5, False)]
+    assert sent(pooled) == [("reserve", 1)] * 5

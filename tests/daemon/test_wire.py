@@ -27,7 +27,8 @@ from kvstore.cache.messages import (
 from kvstore.clients import requests
 from kvstore.clients.answers import Expected, Failed, Finished, Slotted, read_answer
 from kvstore.clients.blocks import Prompt
-from kvstore.daemon import wire
+from kvstore.daemon import bounds, wire
+from kvstore.daemon.runs import each_of, singles_of
 from kvstore.proto import kvstore_pb2 as pb
 from tests.blocks import GEOMETRY, IDENTITY, chain
 
@@ -36,6 +37,11 @@ MESSAGES = (pb.Op, pb.Batch, pb.OpenNamespaceRequest, pb.Geometry)
 
 def to_input(op: pb.Op) -> wire.Input:
     return wire.input_of(op, session=7, now=100.0, longest_wait_s=10.0)
+
+
+def checked(*ops: pb.Op) -> list[str]:
+    batch = pb.Batch(ops=ops)
+    return bounds.check_batch(batch, batch.ops)
 
 
 @given(kind=st.sampled_from(MESSAGES), junk=st.binary(max_size=200))
@@ -51,7 +57,7 @@ def test_whatever_bytes_arrive_are_an_input_or_a_callers_error(kind: type, junk:
             case pb.Op():
                 to_input(message)
             case pb.Batch():
-                wire.check_batch(message)
+                bounds.check_batch(message, message.ops)
                 for op in message.ops:
                     to_input(op)
             case pb.OpenNamespaceRequest():
@@ -83,10 +89,24 @@ def ops(draw: st.DrawFn) -> pb.Op:
 @settings(max_examples=500, deadline=None)
 def test_whatever_an_operation_holds_it_is_an_input_or_a_callers_error(op: pb.Op) -> None:
     try:
-        wire.check_batch(pb.Batch(ops=[op]))
+        checked(op)
         to_input(op)
     except errors.CallerError:
         pass
+
+
+@given(number=st.integers(0, 2**32 - 1), columns=st.lists(st.binary(max_size=70), min_size=5, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_whatever_a_packed_operation_holds_it_is_an_input_or_a_callers_error(number: int, columns: list[bytes]) -> None:
+    ids, units, generations, hashes, parents = columns
+    commit = pb.CommitEach(leases=ids, namespace_id=number, units=units, generations=generations, hashes=hashes, parents=parents)
+    reserve = pb.ReserveEach(reservations=ids, namespace_id=number)
+    for op in (pb.Op(commit_each=commit), pb.Op(reserve_each=reserve), pb.Op(release_each=pb.ReleaseEach(leases=ids))):
+        try:
+            checked(op)
+            assert len(singles_of(each_of(op, 7))) == len(ids) // 8
+        except errors.CallerError:
+            pass
 
 
 def test_what_the_client_writes_the_daemon_reads() -> None:
@@ -180,14 +200,24 @@ def test_a_malformed_operation_is_refused_and_named(op: pb.Op, says: str) -> Non
 
 def test_a_batch_has_bounds_on_operations_and_on_blocks() -> None:
     with pytest.raises(errors.LimitExceeded, match="1024"):
-        wire.check_batch(pb.Batch(ops=[requests.release(1)] * 1025))
+        checked(*[requests.release(1)] * 1025)
     with pytest.raises(errors.LimitExceeded, match="8192"):
-        wire.check_batch(pb.Batch(ops=[requests.reserve(1, 1, count=8000), requests.acquire(1, 1, bytes(32 * 200), 1)]))
+        checked(requests.reserve(1, 1, count=8000), requests.acquire(1, 1, bytes(32 * 200), 1))
     acquire = pb.Acquire(lease=1, namespace_id=1, token_ids=bytes(2**20), root=bytes(32))
     with pytest.raises(errors.LimitExceeded, match="524288"):
-        wire.check_batch(pb.Batch(ops=[pb.Op(acquire=acquire), pb.Op(commit=pb.Commit(token_ids=bytes(2**20 + 4)))]))
+        checked(pb.Op(acquire=acquire), pb.Op(commit=pb.Commit(token_ids=bytes(2**20 + 4))))
     with pytest.raises(errors.LimitExceeded):
-        wire.check_batch(pb.Batch())
+        checked()
+    packed_ops = pb.Op(release_each=pb.ReleaseEach(leases=bytes(8 * 1000)))
+    checked(packed_ops, *[requests.release(1)] * 24)
+    with pytest.raises(errors.LimitExceeded, match="1025"):
+        checked(packed_ops, *[requests.release(1)] * 25)
+    each = pb.Op(reserve_each=pb.ReserveEach(reservations=bytes(8 * 200)))
+    with pytest.raises(errors.LimitExceeded, match="8192"):
+        checked(each, requests.reserve(1, 1, count=8000))
+    commits = pb.CommitEach(leases=bytes(8), hashes=bytes(32 * 8193))
+    with pytest.raises(errors.LimitExceeded, match="8193"):
+        checked(pb.Op(commit_each=commits))
 
 
 def test_a_long_answer_comes_in_parts_that_say_where_they_begin() -> None:
@@ -269,7 +299,7 @@ def test_both_sides_know_the_same_limits() -> None:
     from kvstore.clients import channel, session
     from kvstore.daemon import server
 
-    assert session.MAX_OPS_PER_BATCH == wire.MAX_OPS_PER_BATCH
-    assert session.MAX_TOKENS_PER_BATCH == requests.MAX_TOKENS_PER_CALL == wire.MAX_TOKENS_PER_BATCH
+    assert session.MAX_OPS_PER_BATCH == bounds.MAX_OPS_PER_BATCH
+    assert session.MAX_TOKENS_PER_BATCH == requests.MAX_TOKENS_PER_CALL == bounds.MAX_TOKENS_PER_BATCH
     assert session.MAX_BLOCKS_PER_BATCH == requests.MAX_BLOCKS_PER_CALL == messages.MAX_BLOCKS_PER_BATCH
     assert channel.MAX_MESSAGE_BYTES == server.MAX_MESSAGE_BYTES > 2 * wire.MAX_REPLY_BYTES
