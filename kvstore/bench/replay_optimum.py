@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvstore.bench.replay_trace import NEVER, Trace
 from kvstore.cache.eviction.base import FIRST_IN_LINE, Namespaces, Policy
 from kvstore.cache.index import Index
-from kvstore.cache.slots import SlotTable
+from kvstore.cache.slots import SlotIds, SlotTable
 
 
 class Foresight:
@@ -61,5 +61,5 @@ class Optimum(Policy):
     def rank(self, slot: int) -> int:
         return int(self._rank[slot])
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    def ranks(self, slots: SlotIds | slice) -> NDArray[np.int64]:
         return self._rank[slots]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvstore.cache import checking, leases
 from kvstore.cache.holders import Transfer, TransferKind
 from kvstore.cache.leaving import remove
@@ -103,10 +105,12 @@ def _deleted(state: State, transfer: Transfer, report: TransferDone) -> None:
         state.retry_deletes.append(transfer)
         state.writes_paused_until = state.now + WRITE_PAUSE_S
         return
-    for slot in transfer.deleting:
-        nvme.busy(slot, -1)
-        if nvme.state_at[slot] == SlotState.DOOMED:
-            nvme.become(slot, SlotState.FREE)
+    slots = np.array(transfer.deleting, np.int32)
+    nvme.transfers[slots] -= 1  # what is doomed or in quarantine is not counted as held for its transfers
+    doomed = slots[nvme.state[slots] == SlotState.DOOMED]
+    nvme.held_bytes -= int(nvme.bytes_of(doomed).sum())
+    for _, mine in state.by_size(Tier.NVME, doomed):
+        nvme.free_many(mine, SlotState.DOOMED)
 
 
 def retry_deletes(state: State) -> None:

@@ -47,7 +47,7 @@ from kvstore.cache.slots import SlotState
 from kvstore.cache.state import CacheSizes, State
 
 CHECKED_BLOCKS = 4096  # blocks: a rule over so many takes some 10 ms
-SNAPSHOT_BLOCKS = 4096  # blocks a piece: 256 KiB of hashes and parents
+SNAPSHOT_ROWS = 8192  # rows that a piece of a snapshot goes over: 512 KiB of hashes and parents where all are blocks
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,12 @@ class Cache:
             if row and self.state.index.stored(row):
                 remove(self.state, row)
 
-    def clear(self, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
-        return recovery.clear(self.state, clear_id, namespaces)
+    def clear(self, clear_id: int, namespaces: tuple[int, ...], elsewhere: recovery.Elsewhere | None = None) -> Cleared:
+        return recovery.clear(self.state, clear_id, namespaces, elsewhere)
+
+    def clear_piece(self, namespaces: tuple[int, ...], start: int, elsewhere: recovery.Elsewhere | None = None) -> tuple[Cleared, int]:
+        """See `recovery.clear_piece`."""
+        return recovery.clear_piece(self.state, namespaces, start, elsewhere)
 
     # ---- the mover and the clock
 
@@ -252,20 +256,19 @@ class Cache:
     def survivors_gone(self, units: Units) -> None:
         recovery.survivors_gone(self.state, units)
 
-    def snapshot(self, namespace: int) -> Iterator[tuple[Tier, bytes, bytes]]:
-        """All blocks of a namespace, tier by tier, in pieces: (tier, packed hashes, packed parents).
+    def snapshot(self, namespace: int) -> Iterator[list[tuple[Tier, bytes, bytes]]]:
+        """All blocks of a namespace, in pieces, some of them empty; in each, by tier: (tier, packed hashes, packed parents).
 
         Between two pieces the cache may change: each is true when it is taken, and notices say what changed since the first.
         """
-        index = self.state.index
-        rows = index.rows()
-        rows = rows[index.namespace[rows] == namespace]
-        for tier in index.tiers:
-            here = rows[index.slot[tier][rows] > 0]
-            for start in range(0, len(here), SNAPSHOT_BLOCKS):
-                piece = here[start : start + SNAPSHOT_BLOCKS]
-                piece = piece[(index.namespace[piece] == namespace) & (index.slot[tier][piece] > 0)]  # rows are used again
-                yield tier, pack_hashes(index.hash[piece]), pack_hashes(index.hash[index.parent[piece]])
+        index, start = self.state.index, 1
+        while start:
+            rows = index.rows(start, start + SNAPSHOT_ROWS)
+            rows = rows[index.namespace[rows] == namespace]
+            within = {tier: rows[index.slot[tier][rows] > 0] for tier in index.tiers}
+            packed = [(tier, pack_hashes(index.hash[here]), pack_hashes(index.hash[index.parent[here]])) for tier, here in within.items()]
+            yield [each for each in packed if each[1]]
+            start = index.next_rows(start + SNAPSHOT_ROWS)
 
     def stats(self) -> CacheStats:
         state, tokens = self.state, self.state.index.tokens

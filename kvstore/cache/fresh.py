@@ -13,7 +13,7 @@ from kvstore.cache.holders import Lease, Session
 from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT, Rows
 from kvstore.cache.leases import may_hold
 from kvstore.cache.messages import UNIT_BYTES, BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier, pack_hashes
-from kvstore.cache.moving import ghost, make_room
+from kvstore.cache.moving import free_rows, ghost, make_room
 from kvstore.cache.reading import use_many
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
@@ -24,6 +24,8 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     index, dram = state.index, state.dram
     slots = state.dram.locate_all(request.units)
     rows = index.find(request.namespace, request.hashes)
+    if index.room <= (new := int(np.count_nonzero(rows == 0))) and new and free_rows(state, new + 1):
+        rows = index.find(request.namespace, request.hashes)
     if not _is_common(state, session, request, slots, rows):
         return False
     above = ghost(state, request.namespace, request.parents[0].tobytes())
@@ -66,7 +68,7 @@ def _is_common(state: State, session: Session, request: Commit, slots: SlotIds, 
         len(named) == len(slots) > 0
         and session.reserved.keys() >= named
         and (len(parents) == 1 or bool((parents[1:] == hashes[:-1]).all()))
-        and state.index.room > len(slots)
+        and state.index.room > int(np.count_nonzero(rows == 0))
         and bool((state.dram.generation[slots] == request.generations).all())
         and bool((state.dram.bytes_of(slots) == state.spec(request.namespace).slot_units * UNIT_BYTES).all())
         and distinct(hashes)
@@ -100,13 +102,15 @@ def reserve_new_keys(state: State, session: Session, request: Reserve, hashes: H
         stored |= index.slot[tier][rows] > 0
     new = np.flatnonzero(rows == 0)
     simple = bool(stored[: len(rows) - len(new)].all()) and not stored[len(rows) - len(new) :].any()
-    simple = simple and index.room > len(new) and distinct(hashes)
-    if not simple or not may_hold(state, session, [], slot_units * len(new)):
+    if not simple or not distinct(hashes) or not may_hold(state, session, [], slot_units * len(new)):
         return None
     use_many(state, rows[stored])
     standing = index.slot[Tier.DRAM][rows[stored]]
     standing = standing[standing > 0]
     state.hold_many(None, standing)  # so that the beginning of a chain is not pushed out for its rest
+    if index.room <= len(new) and not (free_rows(state, len(new) + 1) and (index.find(request.namespace, hashes) == rows).all()):
+        state.unhold_many(None, standing)
+        return None
     slots = np.array(make_room(state, Tier.DRAM, slot_units, len(new), SlotState.RESERVED), np.int32)
     state.unhold_many(None, standing)
     outcomes = np.where(stored, BlockOutcome.EXISTS, BlockOutcome.NO_ROOM).astype(np.uint8)

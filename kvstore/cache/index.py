@@ -286,6 +286,15 @@ class Index:
             child = self.next_at[child]
         return found
 
+    def children_of_many(self, rows: Rows) -> Rows:
+        """`children_of` for distinct rows, all together, in no order."""
+        child = self.first_child[rows]
+        found = [child := child[child > 0]]
+        while child.size:
+            child = self.next_sibling[child]
+            found.append(child := child[child > 0])
+        return np.concatenate(found)
+
     def hash_bytes(self, row: int) -> bytes:
         return bytes(self._bytes_at[32 * row : 32 * row + 32])
 
@@ -293,9 +302,14 @@ class Index:
         """The hash's first eight bytes, by which the story knows a block."""
         return self._word_at[row]
 
-    def rows(self) -> Rows:
-        """All rows in use, ghosts included, in no order."""
-        return np.flatnonzero(self.namespace[: self._fresh]).astype(np.int32)
+    def rows(self, start: int = 0, end: int | None = None) -> Rows:
+        """All rows in use, ghosts included, that are numbered from `start` up to `end`."""
+        last = self._fresh if end is None else min(end, self._fresh)
+        return np.flatnonzero(self.namespace[start:last]).astype(np.int32) + np.int32(start)
+
+    def next_rows(self, start: int) -> int:
+        """`start`; 0 where no row from there on was ever used."""
+        return start if start < self._fresh else 0
 
 
 def _splitmix(word: int) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.cache import leases
 from kvstore.cache.eviction.candidates import Candidates
-from kvstore.cache.index import CHECKSUM_FLAGS
+from kvstore.cache.index import CHECKSUM_FLAGS, Rows
 from kvstore.cache.messages import EndReason, NoticeKind, Tier, pack_hashes
 from kvstore.cache.slots import DIRTY, GONE_BELOW, UNSUMMED, WRONG, SlotIds, SlotState
 from kvstore.cache.state import State
@@ -37,7 +38,7 @@ def evict_many(state: State, tier: Tier, slot_units: int, wanted: int) -> int:
         if writes and len(chain) > 1:
             chain = chain[: _leading_clean(state, chain)]
         if len(chain) > 1:
-            _evict_chain(state, tier, np.array(chain, np.int32))
+            evict_chain(state, tier, np.array(chain, np.int32))
         else:
             evict(state, tier, slot)
         evicted += max(1, len(chain))
@@ -106,7 +107,7 @@ def _leave_tier(state: State, tier: Tier, row: int, slot: int) -> None:
         state.expose(tier, above)
 
 
-def _evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
+def evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
     """`evict` for a block and its ancestors, deepest first, each the only child of the next one in this tier."""
     table, index = state.tables[tier], state.index
     if (table.flags[slots] & WRONG).any():
@@ -114,10 +115,7 @@ def _evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
             evict(state, tier, slot)
         return
     rows = table.row[slots]
-    state.counters[f"evicted_{tier.name.lower()}"] += len(slots)
-    if tier is Tier.DRAM and writes_down(state):
-        state.counters["dropped_before_written"] += int(np.count_nonzero(index.slot[Tier.NVME][rows] == 0))
-    state.story.tell(index.word(int(rows[0])), "evict", int(slots[0]), len(slots))
+    _count_evicted(state, tier, rows)
     state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, pack_hashes(index.hash[rows]))
     index.slot[tier][rows] = 0
     index.children[tier][index.parent[rows]] -= 1
@@ -125,14 +123,36 @@ def _evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
     table.flags[slots] &= ~np.uint8(DIRTY | UNSUMMED)
     last = index.parent_at[rows[-1]]
     if tier is Tier.NVME:
-        in_dram = index.slot[Tier.DRAM][rows]
-        state.dram.flags[in_dram[in_dram > 0]] |= GONE_BELOW
         state.doom_records(slots)
     else:
         table.free_many(slots, SlotState.LIVE)
     if above := index.slot_at[tier][last]:
         state.expose(tier, above)
     index.drop_empty(rows)
+
+
+def evict_all(state: State, tier: Tier, slots: SlotIds) -> None:
+    """`evict` for unheld blocks with all that hangs below them in this tier, in any order."""
+    table, index = state.tables[tier], state.index
+    rows = table.row[slots]
+    if rows.size:
+        _count_evicted(state, tier, rows)
+    for namespace in np.unique(index.namespace[rows]).tolist():
+        mine = index.namespace[rows] == namespace
+        _leave_tier_many(state, tier, rows[mine], slots[mine])
+    index.drop_empty(rows)
+
+
+def _count_evicted(state: State, tier: Tier, rows: Rows) -> None:
+    """The blocks in these rows are about to be evicted from the tier."""
+    index = state.index
+    state.counters[f"evicted_{tier.name.lower()}"] += len(rows)
+    state.story.tell(index.word(int(rows[0])), "evict", int(index.slot[tier][rows[0]]), len(rows))
+    if tier is Tier.NVME:
+        in_dram = index.slot[Tier.DRAM][rows]
+        state.dram.flags[in_dram[in_dram > 0]] |= GONE_BELOW
+    elif writes_down(state):
+        state.counters["dropped_before_written"] += int(np.count_nonzero(index.slot[Tier.NVME][rows] == 0))
 
 
 def remove(state: State, row: int) -> None:
@@ -153,6 +173,53 @@ def take_out(state: State, row: int) -> None:
             _leave_tier(state, tier, row, slot)
     index.flags_at[row] &= ~CHECKSUM_FLAGS
     index.drop_if_empty(row)
+
+
+def take_out_many(state: State, rows: Rows) -> None:
+    """`take_out` for distinct blocks of one namespace."""
+    index = state.index
+    apart = _are_intricate(state, rows)
+    for row in rows[apart].tolist():
+        take_out(state, row)
+    rows = rows[~apart]
+    for tier in index.tiers:
+        here = rows[index.slot[tier][rows] > 0]
+        if here.size:
+            _leave_tier_many(state, tier, here, index.slot[tier][here])
+    index.flags[rows] &= ~np.uint8(CHECKSUM_FLAGS)
+    index.drop_empty(rows)
+
+
+def _are_intricate(state: State, rows: Rows) -> NDArray[np.bool_]:
+    """Whether a transfer is about a block, or one of its slots is to go into quarantine. [n]"""
+    busy = [*state.reading, *state.writing, *state.verifying]
+    found: NDArray[np.bool_] = np.isin(rows, busy) if busy else np.zeros(len(rows), bool)
+    for tier, slot_of in state.index.slot.items():
+        found |= (state.tables[tier].flags[slot_of[rows]] & WRONG) > 0
+    return found
+
+
+def _leave_tier_many(state: State, tier: Tier, rows: Rows, slots: SlotIds) -> None:
+    """`_leave_tier` for many blocks of one namespace that no transfer is about, none of them in a slot with wrong bytes."""
+    table, index = state.tables[tier], state.index
+    state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, pack_hashes(index.hash[rows]))
+    for slot in slots.tolist():
+        state.policies[tier].left(slot)
+    above = index.parent[rows]
+    index.slot[tier][rows] = 0
+    np.subtract.at(index.children[tier], above, 1)
+    table.row[slots] = 0
+    table.flags[slots] &= ~np.uint8(DIRTY | UNSUMMED)
+    for _, mine in state.by_size(tier, slots):
+        held = table.held_many(mine)
+        if tier is Tier.NVME:
+            state.doom_records(mine)
+        elif held.any():
+            table.move_many(mine[held], SlotState.LIVE, SlotState.DOOMED)
+        if tier is not Tier.NVME and not held.all():
+            table.free_many(mine[~held], SlotState.LIVE)
+    leaves = np.unique(index.slot[tier][above])
+    state.expose_many(tier, leaves[leaves > 0])
 
 
 def _descendants_first(state: State, row: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.cache.index import IN_FLIGHT
-from kvstore.cache.leaving import evict, evict_many
+from kvstore.cache.leaving import evict, evict_all, evict_chain, evict_many
 from kvstore.cache.messages import AssignExtent, Tier
-from kvstore.cache.slots import SlotIds, SlotState, SlotTable
+from kvstore.cache.slots import WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 
+AHEAD_SHARE = 16  # extents: when one in so many is left, the search for what to evict begins, in steps too small to be felt
 FREE_ROWS_LOOKED_AT = 4096  # blocks: a search for a row to free gives up after so many that are held in another tier
 
 
@@ -22,8 +23,9 @@ def make_room(state: State, tier: Tier, slot_units: int, wanted: int, becomes: S
     table = state.tables[tier]
     one = table.take_free(slot_units, becomes) if wanted == 1 else 0
     got: list[int] = [one] if one else table.take_free_many(slot_units, wanted, becomes).tolist()
-    if not table.spare_extents:
-        state.candidates(tier, slot_units).look_ahead(wanted, len(table.free.get(slot_units, ())))
+    if table.spare_extents <= table.extent_count // AHEAD_SHARE:
+        free = len(table.free.get(slot_units, ())) + table.spare_extents * (table.extent_units // slot_units)
+        state.candidates(tier, slot_units).look_ahead(wanted, free)
     while len(got) < wanted:
         found = assign_extent(state, table, slot_units) or take_colder_extent(state, table, slot_units)
         found = found or evict_many(state, tier, slot_units, wanted - len(got)) > 0
@@ -52,11 +54,25 @@ def free_rows(state: State, wanted: int) -> bool:
             candidates = state.candidates(tier, slot_units) if slot_units else None
             passed: list[int] = []
             while candidates and state.index.room < wanted and len(passed) < FREE_ROWS_LOOKED_AT and (slot := candidates.pop()):
-                if not _evict_everywhere(state, state.tables[tier].row_at[slot]):
+                chain = _only_there(state, tier, candidates.chain_above(slot, wanted - state.index.room))
+                if len(chain) > 1:
+                    evict_chain(state, tier, chain)
+                elif not _evict_everywhere(state, state.tables[tier].row_at[slot]):
                     passed.append(slot)
             for slot in passed:
                 state.expose(tier, slot)
     return state.index.room >= wanted
+
+
+def _only_there(state: State, tier: Tier, chain: list[int]) -> SlotIds:
+    """The first of these slots, as far as their blocks are in no other tier."""
+    slots = np.array(chain, np.int32)
+    rows = state.tables[tier].row[slots]
+    elsewhere = np.zeros(len(rows), bool)
+    for other in state.index.tiers:
+        if other is not tier:
+            elsewhere |= state.index.slot[other][rows] > 0
+    return slots[: int(np.argmax(elsewhere))] if elsewhere.any() else slots
 
 
 def _evict_everywhere(state: State, row: int) -> bool:
@@ -96,11 +112,10 @@ def take_cold_extent(state: State, table: SlotTable, slot_units: int, colder_tha
     for age, extent in _extents_by_age(state, table, slot_units):
         if colder_than is not None and age >= colder_than:
             return False
-        rows = _closure(state, table, extent)
-        if rows is None:
+        slots = _closure(state, table, extent)
+        if slots is None:
             continue
-        for row in rows:
-            evict(state, table.tier, state.index.slot_at[table.tier][row])
+        evict_all(state, table.tier, slots)
         state.counters["extents_reassigned"] += 1
         if assign_extent(state, table, slot_units):
             return True
@@ -112,40 +127,36 @@ def take_cold_extent(state: State, table: SlotTable, slot_units: int, colder_tha
 def _extents_by_age(state: State, table: SlotTable, slot_units: int) -> list[tuple[int, int]]:
     """Assigned extents of other sizes without a held slot, by the rank of their hottest block, coldest first: (rank, extent)."""
     found = []
-    for extent in np.flatnonzero((table.extent_slot_units > 0) & (table.extent_slot_units != slot_units)):
-        slots = _slots_of_extent(table, int(extent))
+    for extent in np.flatnonzero((table.extent_slot_units > 0) & (table.extent_slot_units != slot_units)).tolist():
+        slots = table.slots_in(extent)
         states = table.state[slots]
         live = states == SlotState.LIVE
-        held = (table.holds[slots] > 0) | (table.transfers[slots] > 0) | ~(live | (states == SlotState.FREE))
-        if not held.any():
-            used = state.candidates(table.tier, int(table.extent_slot_units[extent])).ranks(slots[live])
-            found.append((int(used.max()) if used.size else 0, int(extent)))
+        idle = live | (states == SlotState.FREE)
+        if not idle.all() or table.holds[slots].any() or table.transfers[slots].any():
+            continue
+        ranks = state.candidates(table.tier, int(table.extent_slot_units[extent])).ranks(slots)[live]
+        found.append((int(ranks.max()) if ranks.size else 0, extent))
     return sorted(found)
 
 
-def _slots_of_extent(table: SlotTable, extent: int) -> SlotIds:
-    first = int(table.extent_first[extent])
-    return np.arange(first, first + table.extent_units // int(table.extent_slot_units[extent]), dtype=np.int32)
-
-
-def _closure(state: State, table: SlotTable, extent: int) -> list[int] | None:
-    """Rows of the extent's blocks and all that hangs below them in this tier, deepest first; None where one is held."""
-    index, slot_at = state.index, state.index.slot_at[table.tier]
-    slots = _slots_of_extent(table, extent)
-    ordered: list[int] = []
-    seen: set[int] = set()
-    stack = table.row[slots[table.state[slots] == SlotState.LIVE]].tolist()
-    while stack:
-        row = stack.pop()
-        if row < 0:  # all below this row is listed
-            ordered.append(-row)
-        elif row not in seen:
-            if table.is_held(slot_at[row]):
-                return None
-            seen.add(row)
-            stack.append(-row)
-            stack.extend(child for child in index.children_of(row) if slot_at[child] and child not in seen)
-    return ordered
+def _closure(state: State, table: SlotTable, extent: int) -> SlotIds | None:
+    """Slots of the extent's blocks and of all that hangs below them in this tier; None where one is held, or has wrong bytes."""
+    index, slot_of = state.index, state.index.slot[table.tier]
+    here = table.slots_in(extent)
+    level = table.row[here][table.state[here] == SlotState.LIVE]
+    seen = np.zeros(index.capacity + 1, bool)  # a page of it takes memory when it is touched
+    seen[level] = True
+    levels = [level]
+    while level.size:
+        slots = slot_of[level]
+        if table.held_many(slots).any() or (table.flags[slots] & WRONG).any():
+            return None
+        level = index.children_of_many(level)
+        level = level[(slot_of[level] > 0) & ~seen[level]]
+        seen[level] = True
+        levels.append(level)
+    found: SlotIds = slot_of[np.concatenate(levels)]
+    return found
 
 
 # ---- rows

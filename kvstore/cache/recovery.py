@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.cache.finding import present_in
 from kvstore.cache.holders import Transfer, TransferKind
-from kvstore.cache.index import HAS_CHECKSUM
-from kvstore.cache.leaving import take_out
+from kvstore.cache.index import HAS_CHECKSUM, Rows
+from kvstore.cache.leaving import take_out_many
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
 from kvstore.native.records import WordSet
 
+CLEAR_ROWS = 8192  # rows that a piece of a clear goes over: some 8 ms where all are blocks
 AGES = 256  # steps of recency that recovered blocks are told apart by
+
+Elsewhere = Callable[[int, Hashes], NDArray[np.bool_]]  # (namespace, hashes) -> which of them
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Cleared:
     dram_bytes: int
     nvme_bytes: int
     held_blocks: int
+
+    def and_also(self, other: Cleared) -> Cleared:
+        """Both together."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Cleared(*(one + more for one, more in pairs))
 
 
 def recover(state: State, found: Recovered) -> int:
@@ -179,21 +188,13 @@ def survivors_gone(state: State, units: Units) -> None:
 # ---- clear
 
 
-def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
-    """Remove every block of these namespaces from every tier. `ClearFinished` follows when that is on disk."""
-    index = state.index
-    rows = index.rows()
-    rows = rows[np.isin(index.namespace[rows], namespaces)]
-    stored = [row for row in rows.tolist() if index.stored(row)]
-    bytes_in = dict.fromkeys(index.tiers, 0)
-    held = 0
+def clear(state: State, clear_id: int, namespaces: tuple[int, ...], elsewhere: Elsewhere | None = None) -> Cleared:
+    """Remove every block of these namespaces from every tier. `ClearFinished` follows when that is on disk.
+
+    `elsewhere` says which blocks of a namespace are in another core too: they are not counted here.
+    """
     waits = {transfer.id for transfer in state.transfers.values() if _may_leave_a_record(state, transfer, namespaces)}
-    for row in stored:
-        for tier in index.tiers:
-            if slot := index.slot_at[tier][row]:
-                bytes_in[tier] += state.tables[tier].slot_units_of(slot) * UNIT_BYTES
-                held += tier is Tier.DRAM and state.dram.holds_at[slot] > 0
-        take_out(state, row)
+    cleared = _clear_rows(state, state.index.rows(), namespaces, elsewhere)
     waits |= state.flush_deletes()
     if waits:
         state.clears[clear_id] = waits
@@ -201,8 +202,36 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...]) -> Cleared:
         state.decide(ClearFinished(clear_id))
     for namespace in namespaces:
         state.notice(NoticeKind.CLEARED, None, 0, namespace)
-    state.counters["cleared"] += len(stored)
-    return Cleared(len(stored), bytes_in[Tier.DRAM], bytes_in.get(Tier.NVME, 0), held)
+    return cleared
+
+
+def clear_piece(
+    state: State, namespaces: tuple[int, ...], start: int, elsewhere: Elsewhere | None = None, most: int = CLEAR_ROWS
+) -> tuple[Cleared, int]:
+    """`clear` of the next rows from `start` (at first 1): what went, and where to go on, 0 at the end.
+
+    The cache may go on between two pieces. `clear` must follow: it takes what has come meanwhile, and says when all is gone.
+    """
+    index = state.index
+    rows = index.rows(start, start + most)
+    return _clear_rows(state, rows, namespaces, elsewhere), index.next_rows(start + most)
+
+
+def _clear_rows(state: State, rows: Rows, namespaces: tuple[int, ...], elsewhere: Elsewhere | None) -> Cleared:
+    index, removed = state.index, Cleared(0, 0, 0, 0)
+    rows = rows[present_in(state, rows)]
+    for namespace in np.unique(index.namespace[rows]).tolist():
+        if namespace not in namespaces:
+            continue
+        mine = rows[index.namespace[rows] == namespace]
+        slots = {tier: here[here > 0] for tier, slot in index.slot.items() for here in [slot[mine]]}
+        bytes_in = {tier: int(state.tables[tier].bytes_of(here).sum()) for tier, here in slots.items()}
+        held = int(np.count_nonzero(state.dram.holds[slots[Tier.DRAM]]))
+        counted = len(mine) - (int(np.count_nonzero(elsewhere(namespace, index.hash[mine]))) if elsewhere is not None else 0)
+        removed = removed.and_also(Cleared(counted, bytes_in[Tier.DRAM], bytes_in.get(Tier.NVME, 0), held))
+        take_out_many(state, mine)
+        state.counters["cleared"] += len(mine)
+    return removed
 
 
 def _may_leave_a_record(state: State, transfer: Transfer, namespaces: tuple[int, ...]) -> bool:

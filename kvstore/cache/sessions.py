@@ -14,8 +14,19 @@ import numpy as np
 from kvstore.cache import leases
 from kvstore.cache.holders import Group, Session
 from kvstore.cache.index import IN_FLIGHT
-from kvstore.cache.messages import MAX_SESSION_GROUPS, UNIT_BYTES, Attach, Done, EndReason, KeepKind, NamespaceSpec, Refused, SessionEnded
-from kvstore.cache.slots import SlotState
+from kvstore.cache.messages import (
+    MAX_SESSION_GROUPS,
+    UNIT_BYTES,
+    Attach,
+    Done,
+    EndReason,
+    KeepKind,
+    NamespaceSpec,
+    Refused,
+    SessionEnded,
+    Tier,
+)
+from kvstore.cache.slots import FEW_SLOTS, SlotIds, SlotState
 from kvstore.cache.state import State
 
 LOOP_LAG_S = 0.25  # of the time between two ticks no more than this is silence: beyond it the daemon itself stood still, not its clients
@@ -144,9 +155,9 @@ def session_lost(state: State, session_id: int, reason: str) -> None:
         if not lease.ended:  # what was not granted will not be
             leases.cut(state, lease, lease.granted, EndReason.RELEASED)
             lease.ended = True
-    for slot in session.reserved:
-        free_key(state, slot)
-        state.dram.become(slot, SlotState.ORPHANED)
+    slots = np.array(list(session.reserved), np.int32)
+    free_keys(state, slots)
+    state.dram.move_many(slots, SlotState.RESERVED, SlotState.ORPHANED)
     state.counters["sessions_lost"] += 1
     state.decide(SessionEnded(session_id, reason, orphans=bool(session.held_bytes)))
 
@@ -161,6 +172,17 @@ def free_key(state: State, slot: int) -> None:
         state.index.drop_if_empty(row)
 
 
+def free_keys(state: State, slots: SlotIds) -> None:
+    """`free_key` for distinct slots."""
+    rows = state.dram.row[slots]
+    rows = rows[rows > 0]
+    state.dram.row[slots] = 0
+    for row in rows.tolist():
+        del state.writers[row]
+    state.index.flags[rows] &= ~np.uint8(IN_FLIGHT)
+    state.index.drop_empty(rows)
+
+
 def process_gone(state: State, session_id: int) -> None:
     """The process of an ended session no longer exists: nothing of it can touch a slot any more."""
     session = state.sessions.get(session_id)
@@ -172,8 +194,7 @@ def process_gone(state: State, session_id: int) -> None:
             _leave_to_group(state, session, lease.id)
         else:
             leases.drop(state, lease)
-    for slot in list(session.reserved):
-        give_back(state, session, slot)
+    give_back_many(state, session, list(session.reserved))
     del state.sessions[session_id]
     _leave_groups(state, session_id)
 
@@ -203,8 +224,6 @@ def detach(state: State, session_id: int) -> Done | Refused:
         return session
     held = len(session.leases) + len(session.reserved)
     session.ended = True
-    for slot in session.reserved:
-        free_key(state, slot)
     state.decide(SessionEnded(session_id, "detached", orphans=False))
     process_gone(state, session_id)
     return Done(held)
@@ -216,6 +235,23 @@ def give_back(state: State, session: Session, slot: int) -> None:
     free_key(state, slot)
     state.count_for(session, slot, -1)
     state.dram.become(slot, SlotState.FREE)
+
+
+def give_back_many(state: State, session: Session, slots: list[int]) -> None:
+    """`give_back` for distinct slots that are all reserved, or all orphaned."""
+    if len(slots) <= FEW_SLOTS:
+        for slot in slots:
+            give_back(state, session, slot)
+        return
+    for slot in slots:
+        del session.reserved[slot]
+    those = np.array(slots, np.int32)
+    free_keys(state, those)
+    state.count_many(session, those, -1)
+    state.dram.held_bytes -= int(state.dram.bytes_of(those).sum())
+    before = SlotState(state.dram.state_at[slots[0]])
+    for _, mine in state.by_size(Tier.DRAM, those):
+        state.dram.free_many(mine, before)
 
 
 def hush(state: State, previous_tick_at: float) -> None:

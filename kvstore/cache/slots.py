@@ -115,6 +115,11 @@ class SlotTable:
         good = inside & (self.extent_slot_units[extent] > 0) & (within % slot_units == 0) & (within + slot_units <= self.extent_units)
         return np.where(good, self.extent_first[extent] + within // slot_units, 0).astype(np.int32)
 
+    def slots_in(self, extent: int) -> slice:
+        """The slots of an assigned extent: their numbers follow each other."""
+        first = int(self.extent_first[extent])
+        return slice(first, first + self.extent_units // int(self.extent_slot_units[extent]))
+
     def slots_of_class(self, slot_units: int) -> SlotIds:
         """All slots of one size, in extent order."""
         extents = np.flatnonzero(self.extent_slot_units == slot_units)

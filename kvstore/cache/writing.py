@@ -27,7 +27,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.moving import ghost, make_room, needs_row
 from kvstore.cache.reading import use
-from kvstore.cache.sessions import free_key, give_back, open_session
+from kvstore.cache.sessions import free_key, give_back, give_back_many, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 from kvstore.cache.tails import keep_fresh_tokens, keep_one, keep_tokens, refuse_tokens
@@ -275,6 +275,5 @@ def abandon(state: State, request: Abandon) -> Done | Refused:
         wanted = request.generations.tolist() if request.generations is not None else [0] * len(slots)
         held = [s for s, g in zip(slots, wanted, strict=True) if s in session.reserved and state.dram.generation_at[s] == g]
         mine = list(dict.fromkeys(held))  # a slot named twice is given back once
-    for slot in mine:
-        give_back(state, session, slot)
+    give_back_many(state, session, mine)
     return Done(len(mine))

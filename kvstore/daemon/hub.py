@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvstore import errors
 from kvstore.cache.core import Cache, CacheStats, TierFigures
@@ -77,6 +77,7 @@ class Hub:
         self._grantees: dict[int, Grantee] = {}
         self._clears: dict[int, asyncio.Future[None]] = {}
         self._last_clear = 0
+        self._clearing: set[asyncio.Task[Any]] = set()
         self._active_at = self.now
 
     @property
@@ -239,13 +240,13 @@ class Hub:
 
     # ---- calls that decide nothing
 
-    def snapshot(self, namespace: int) -> Iterator[tuple[str, bytes, bytes]]:
-        """All blocks of a namespace, in pieces: (tier, packed hashes, packed parents)."""
-        for tier, hashes, parents in self.cache.snapshot(namespace):
-            yield tier.name.lower(), hashes, parents
+    def snapshot(self, namespace: int) -> Iterator[list[tuple[str, bytes, bytes]]]:
+        """All blocks of a namespace, in pieces with other work between them: (tier, packed hashes, packed parents)."""
+        for piece in self.cache.snapshot(namespace):
+            yield [(tier.name.lower(), hashes, parents) for tier, hashes, parents in piece]
         if self.pools is not None:
-            for hashes, parents in self.pools.snapshot(namespace):
-                yield "hbm", hashes, parents
+            for found in self.pools.snapshot(namespace):
+                yield [("hbm", hashes, parents) for hashes, parents in found]
 
     # ---- GPU memory
 
@@ -297,18 +298,41 @@ class Hub:
         """Dram's core, and those of pools."""
         return (self.cache, *(self.pools.caches() if self.pools is not None else ()))
 
-    def start_clear(self, namespaces: tuple[int, ...]) -> tuple[Cleared, int, asyncio.Future[None]]:
-        """Remove all blocks: (what went, bytes in GPU memory, a future that is done when the disk has forgotten them)."""
-        self._last_clear += 1
-        finished: asyncio.Future[None] = self._loop.create_future()
-        self._clears[self._last_clear] = finished
-        blocks = held = hbm_bytes = 0
+    async def clear(self, namespaces: tuple[int, ...]) -> tuple[Cleared, int, asyncio.Future[None]]:
+        """Remove all blocks: (what went, bytes in GPU memory, a future that is done when the disk has forgotten them).
+
+        It goes on to its end though nobody waits for it any more.
+        """
+        task = asyncio.create_task(self._clear(namespaces))
+        self._clearing.add(task)
+        task.add_done_callback(self._clearing.discard)
+        return await asyncio.shield(task)
+
+    async def _clear(self, namespaces: tuple[int, ...]) -> tuple[Cleared, int, asyncio.Future[None]]:
+        hbm, start = Cleared(0, 0, 0, 0), 1
+        removed = hbm
         if self.pools is not None:
-            blocks, held, hbm_bytes = self.pools.clear(namespaces, self.cache)
+            for piece in self.pools.clear_pieces(namespaces, self.cache):
+                hbm = hbm.and_also(piece)
+                await self._pause()
+        while start:
+            piece, start = self.cache.clear_piece(namespaces, start)
+            removed = removed.and_also(piece)
+            await self._pause()
+        if self.pools is not None:
+            hbm = hbm.and_also(self.pools.clear(namespaces, self.cache))
             self.pools.settle()  # watchers hear of it before they hear that all is cleared
-        cleared = self.cache.clear(self._last_clear, namespaces)
+        self._last_clear += 1
+        finished = self._clears[self._last_clear] = self._loop.create_future()
+        removed = removed.and_also(self.cache.clear(self._last_clear, namespaces))
         self.settle()
-        return replace(cleared, blocks=cleared.blocks + blocks, held_blocks=cleared.held_blocks + held), hbm_bytes, finished
+        both = replace(removed, blocks=removed.blocks + hbm.blocks, held_blocks=removed.held_blocks + hbm.held_blocks)
+        return both, hbm.dram_bytes, finished
+
+    async def _pause(self) -> None:
+        """Carry out what a piece of long work has decided, and let others have their turn."""
+        self.settle()
+        await asyncio.sleep(0)
 
 
 def _advice(corrupted: Corrupted) -> str:

@@ -15,7 +15,7 @@ MAX_QUEUED_BYTES = 8 * 2**20  # 8 MiB of events a watcher: 131,072 blocks stored
 MAX_WATCHERS = 64  # a router or two, and people who look
 MAX_EVENT_BYTES = 2**20  # 1 MiB of hashes and parents in an event: far below the largest message
 
-Snapshot = Callable[[int], Iterator[tuple[str, bytes, bytes]]]  # by namespace: (tier, hashes, parents)
+Snapshot = Callable[[int], Iterator[list[tuple[str, bytes, bytes]]]]  # by namespace, in pieces: (tier, hashes, parents)
 
 
 class Watcher:
@@ -47,9 +47,11 @@ class Watcher:
     async def events(self, namespaces: list[KnownNamespace], snapshot: Snapshot) -> AsyncGenerator[pb.WatchEvent, None]:
         """The snapshot, then what happens. Raises ResourceExhausted when the watcher does not keep up."""
         for namespace in namespaces:
-            for tier, hashes, parents in snapshot(namespace.id):
-                for event in _pieces("snapshot", namespace, tier, hashes, parents):
-                    yield self._numbered(event)
+            for found in snapshot(namespace.id):
+                for tier, hashes, parents in found:
+                    for event in _pieces("snapshot", namespace, tier, hashes, parents):
+                        yield self._numbered(event)
+                await asyncio.sleep(0)  # a large cache has long stretches without blocks of this namespace
         yield self._numbered(pb.WatchEvent(kind="snapshot_end"))
         while True:
             while self._queue:

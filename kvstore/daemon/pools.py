@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvstore.cache.messages import (
     pack_hashes,
     unpack_hashes,
 )
+from kvstore.cache.recovery import Cleared, Elsewhere
 from kvstore.cache.state import CacheSizes, extent_bytes_for
 from kvstore.daemon.wire import Input
 from kvstore.tiers.hbm import HbmTier
@@ -222,22 +224,28 @@ class Pools:
         pool.lost = why
         pool.cache.clear(0, tuple(range(1, len(pool.cache.state.namespaces))))
 
-    def clear(self, namespaces: tuple[int, ...], dram: Cache) -> tuple[int, int, int]:
-        """Remove all blocks of these namespaces: (how many were in no other tier, how many are still held, bytes)."""
-        alone: set[tuple[int, bytes]] = set()
-        for namespace in namespaces:
-            for packed, _ in self.snapshot(namespace):
-                hashes = unpack_hashes(packed)
-                missing = hashes[~dram.has(namespace, hashes)]
-                alone.update((namespace, each.tobytes()) for each in missing)
-        cleared = [pool.cache.clear(0, namespaces) for pool in self.all.values()]
-        return len(alone), sum(each.held_blocks for each in cleared), sum(each.dram_bytes for each in cleared)
+    def clear_pieces(self, namespaces: tuple[int, ...], dram: Cache) -> Iterator[Cleared]:
+        """Remove all blocks of these namespaces, with other work between two pieces; `clear` must follow."""
+        for pool in self.all.values():
+            elsewhere, start = self._elsewhere(pool, dram), 1
+            while start:
+                cleared, start = pool.cache.clear_piece(namespaces, start, elsewhere)
+                yield cleared
 
-    def snapshot(self, namespace: int) -> Iterator[tuple[bytes, bytes]]:
+    def clear(self, namespaces: tuple[int, ...], dram: Cache) -> Cleared:
+        """Remove all blocks of these namespaces. One that is in several tiers counts where it goes last."""
+        removed = [pool.cache.clear(0, namespaces, self._elsewhere(pool, dram)) for pool in self.all.values()]
+        return reduce(Cleared.and_also, removed, Cleared(0, 0, 0, 0))
+
+    def _elsewhere(self, pool: GpuPool, dram: Cache) -> Elsewhere:
+        others = [dram, *(other.cache for other in self.all.values() if other is not pool)]
+        return lambda namespace, hashes: np.logical_or.reduce([cache.has(namespace, hashes) for cache in others])
+
+    def snapshot(self, namespace: int) -> Iterator[list[tuple[bytes, bytes]]]:
         """All blocks of a namespace, in pieces, perhaps some twice: (packed hashes, packed parents)."""
         for pool in self.all.values():
-            for _, hashes, parents in pool.cache.snapshot(namespace):
-                yield hashes, parents
+            for piece in pool.cache.snapshot(namespace):
+                yield [(hashes, parents) for _, hashes, parents in piece]
 
     def caches(self) -> tuple[Cache, ...]:
         """Every core."""

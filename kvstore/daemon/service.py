@@ -151,7 +151,7 @@ class Service(KVStoreServicer):
             namespaces = [self._namespace(request.epoch, request.namespace_id, context)]
         else:
             namespaces = self._hub.namespaces.of_tenant(tenant_of(context))
-        cleared, hbm_bytes, finished = self._hub.start_clear(tuple(each.id for each in namespaces))
+        cleared, hbm_bytes, finished = await self._hub.clear(tuple(each.id for each in namespaces))
         try:
             await asyncio.wait_for(finished, CLEAR_TIMEOUT_S)
         except TimeoutError:

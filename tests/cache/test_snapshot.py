@@ -31,29 +31,29 @@ def store(cache: Cache, namespace: int, seed: int) -> None:
 
 
 def test_a_piece_has_only_blocks_that_are_there_and_of_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_BLOCKS", PIECE)
+    monkeypatch.setattr(core, "SNAPSHOT_ROWS", PIECE)
     cache = Cache(CacheSizes(8 << 20, index_blocks=BLOCKS + 10))  # so few rows that those of the first namespace are used again
     for name in (b"a", b"b"):
         cache.open_namespace(NamespaceSpec("default", name * 32, 1, 4096))
     cache.attach(Attach(1, "default"), 0.0)
     store(cache, 1, 1)
     pieces = cache.snapshot(1)
-    _, first, _ = next(pieces)
-    assert len(first) == 32 * PIECE
+    ((_, first, _),) = next(pieces)
+    assert len(first) == 32 * (PIECE - 1)  # the fingerprint has a row too
     cache.clear(1, (1,))
     store(cache, 2, 2)
-    rest = b"".join(hashes for _, hashes, _ in pieces)
+    rest = b"".join(hashes for piece in pieces for _, hashes, _ in piece)
     assert not {rest[start : start + 32] for start in range(0, len(rest), 32)} & set(keys(2))
     assert rest == b""
 
 
 def test_a_snapshot_of_a_quiet_cache_has_every_block_once_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "SNAPSHOT_BLOCKS", PIECE)
+    monkeypatch.setattr(core, "SNAPSHOT_ROWS", PIECE)
     cache = Cache(CacheSizes(8 << 20))
     cache.open_namespace(NamespaceSpec("default", bytes(32), 1, 4096))
     cache.attach(Attach(1, "default"), 0.0)
     store(cache, 1, 1)
-    found = list(cache.snapshot(1))
+    found = [each for piece in cache.snapshot(1) for each in piece]
     hashes = unpack_hashes(b"".join(each for _, each, _ in found))
     parents = unpack_hashes(b"".join(each for _, _, each in found))
     known = {key.tobytes(): parent.tobytes() for key, parent in zip(hashes, parents, strict=True)}

@@ -61,7 +61,7 @@ class Desk:
     def seen(self) -> object:
         """What anybody can know of the cache, and in which order its blocks would leave."""
         state, stats = self.hub.cache.state, self.hub.cache.stats()
-        blocks = {hashes[at : at + 32] for _, hashes, _ in self.hub.cache.snapshot(self.namespace) for at in range(0, len(hashes), 32)}
+        blocks = {h[at : at + 32] for piece in self.hub.cache.snapshot(self.namespace) for _, h, _ in piece for at in range(0, len(h), 32)}
         live = [slot for slot in range(1, state.dram.max_slots) if state.dram.row_at[slot]]
         ages = sorted(live, key=lambda slot: (state.policies[state.dram.tier].rank(slot), slot))
         session = next(iter(state.sessions.values()))

@@ -25,7 +25,7 @@ def opened(tenant: str = "default", shard: str = "") -> tuple[Namespaces, KnownN
     return namespaces, namespaces.open(tenant, requests.open_namespace(IDENTITY, GEOMETRY, shard, "", requests.KEEP_ALL))
 
 
-def nothing(namespace: int) -> Iterator[tuple[str, bytes, bytes]]:
+def nothing(namespace: int) -> Iterator[list[tuple[str, bytes, bytes]]]:
     return iter(())
 
 

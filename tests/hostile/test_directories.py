@@ -66,7 +66,7 @@ async def found_in(directory: Path, scratch: Path) -> int:
 
 async def _read(parts: Parts, calls: ByteCalls, namespace: KnownNamespace) -> int:
     count = 0
-    for _, hashes, _ in list(parts.hub.snapshot(namespace.id)):
+    for _, hashes, _ in [each for piece in parts.hub.snapshot(namespace.id) for each in piece]:
         for key in each_hash(hashes):
             pieces = [piece async for piece in calls.read(namespace, np.frombuffer(key, "<u8").reshape(1, 4), 5.0)]
             data = b"".join(piece.data for piece in pieces)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.index import Index
 from kvstore.cache.messages import NamespaceSpec
-from kvstore.cache.slots import SlotTable
+from kvstore.cache.slots import SlotIds, SlotTable
 
 FIRST_IN_LINE = 0  # a rank below any that use can give: blocks that nobody can reach any more
 LINE_BITS = 56  # bits: a rank's upper part says in which of its policy's lines the slot stands
@@ -59,8 +59,8 @@ class Policy(Protocol):
     def rank(self, slot: int) -> int:
         """The slot's place in line."""
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
-        """`rank` for many. [n]"""
+    def ranks(self, slots: SlotIds | slice) -> NDArray[np.int64]:
+        """`rank` for many, or a slice of all. [n]"""
 
 
 Namespaces = Sequence[NamespaceSpec | None]  # by id, as they are opened

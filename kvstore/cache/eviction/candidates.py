@@ -75,7 +75,7 @@ class Candidates:
         pinned = self._index.flags_at[self._table.row_at[slot]] & PINNED
         return self._policy.rank(slot) + (_PINNED_RANK if pinned else 0)
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    def ranks(self, slots: NDArray[np.int32] | slice) -> NDArray[np.int64]:
         pinned = (self._index.flags[self._table.row[slots]] & PINNED) > 0
         return self._policy.ranks(slots) + np.where(pinned, _PINNED_RANK, 0)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.cache.eviction.base import FIRST_IN_LINE, Namespaces, Policy
 from kvstore.cache.index import Index, Rows
 from kvstore.cache.messages import UNIT_BYTES
-from kvstore.cache.slots import SlotTable
+from kvstore.cache.slots import SlotIds, SlotTable
 
 QUADRATIC_TOKENS = 30_000  # tokens of context at which attention costs as much as the rest: 15,000 to 53,000 in models of 8B to 671B
 MAX_USES = 4  # uses that are counted: more would keep what was popular once for very long
@@ -83,7 +83,7 @@ class Cost(Policy):
     def rank(self, slot: int) -> int:
         return self._rank_at[slot]
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    def ranks(self, slots: SlotIds | slice) -> NDArray[np.int64]:
         return self._rank[slots]
 
     def _place(self, slot: int) -> None:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.eviction.base import FIRST_IN_LINE, Namespaces, Policy
 from kvstore.cache.index import Index
-from kvstore.cache.slots import SlotTable
+from kvstore.cache.slots import SlotIds, SlotTable
 
 
 class Lru(Policy):
@@ -37,5 +37,5 @@ class Lru(Policy):
     def rank(self, slot: int) -> int:
         return self._stamp_at[slot]
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    def ranks(self, slots: SlotIds | slice) -> NDArray[np.int64]:
         return self._stamp[slots]

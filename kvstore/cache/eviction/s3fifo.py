@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.cache.eviction.base import FIRST_IN_LINE, LINE_BITS, Namespaces, Policy
 from kvstore.cache.index import Index
-from kvstore.cache.slots import SlotTable
+from kvstore.cache.slots import SlotIds, SlotTable
 
 SMALL_SHARE = 10  # the small queue is held to one in so many of the bytes, as in the paper
 MAX_USES = 3  # uses that are counted: two bits, as in the paper
@@ -84,7 +84,7 @@ class S3Fifo(Policy):
     def rank(self, slot: int) -> int:
         return self._rank_at[slot]
 
-    def ranks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    def ranks(self, slots: SlotIds | slice) -> NDArray[np.int64]:
         return self._rank[slots]
 
     def _enter(self, slot: int, line: int) -> None:

@@ -1,0 +1,146 @@
+"""What is done to many blocks at once is what is done to one: ends of sessions with many slots, clears in pieces, whole extents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.cache.core import Cache
+from kvstore.cache.invariants import violations
+from kvstore.cache.messages import (
+    Abandon,
+    Attach,
+    Commit,
+    Committed,
+    Done,
+    Hashes,
+    NamespaceSpec,
+    Notice,
+    NoticeKind,
+    Release,
+    Reserve,
+    Reserved,
+    Tier,
+    pack_hashes,
+    unpack_hashes,
+)
+from kvstore.cache.recovery import clear_piece
+from kvstore.cache.state import CacheSizes
+
+UNIT = 4096
+SMALL, LARGE = 1, 2  # namespaces with slots of one and of two units
+COUNT = 300  # slots: more than are handled one by one
+random = np.random.default_rng(3)
+
+
+def keys(count: int = COUNT) -> Hashes:
+    return random.integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+
+
+@pytest.fixture
+def cache() -> Cache:
+    made = Cache(CacheSizes(2400 * UNIT, dram_extent_bytes=240 * UNIT, index_blocks=5000))
+    made.open_namespace(NamespaceSpec("t", b"s" * 32, 1, UNIT))
+    made.open_namespace(NamespaceSpec("t", b"l" * 32, 2, 2 * UNIT))
+    made.attach(Attach(1, "t"), 0.0)
+    return made
+
+
+def reserve(cache: Cache) -> list[Reserved]:
+    """Slots of both sizes, nameless and named."""
+    nameless = [Reserve(1, 1, SMALL, COUNT), Reserve(1, 3, LARGE, COUNT)]
+    named = [Reserve(1, 2, SMALL, hashes=keys()), Reserve(1, 4, LARGE, hashes=keys())]
+    got = [cache.reserve(each) for each in (nameless[0], named[0], nameless[1], named[1])]
+    assert all(isinstance(each, Reserved) and each.generations.all() for each in got)
+    cache.drain()
+    return got  # type: ignore[return-value]
+
+
+def store(cache: Cache, namespace: int, count: int = COUNT, parent: bytes = bytes(32)) -> Hashes:
+    hashes = keys(count)
+    slots = cache.reserve(Reserve(1, 9, namespace, count))
+    assert isinstance(slots, Reserved)
+    done = cache.commit(Commit(1, 9, namespace, slots.units, slots.generations, hashes, unpack_hashes(parent)))
+    assert isinstance(done, Committed)
+    cache.release(Release(1, 9))
+    cache.drain()
+    return hashes
+
+
+def nothing_is_held(cache: Cache) -> None:
+    cache.drain()
+    assert violations(cache.state) == []
+    figures = cache.stats().tiers[Tier.DRAM]
+    assert figures.held_bytes == 0
+    assert figures.class_bytes["reserved"] == figures.class_bytes["orphaned"] == 0
+    assert not cache.state.writers
+    assert cache.state.index.used == 0
+
+
+def test_a_session_that_leaves_gives_all_its_slots_back(cache: Cache) -> None:
+    reserve(cache)
+    assert isinstance(cache.detach(1), Done)
+    nothing_is_held(cache)
+
+
+def test_a_lost_sessions_slots_are_orphans_until_its_process_is_gone(cache: Cache) -> None:
+    reserve(cache)
+    cache.session_lost(1, "its stream broke")
+    cache.drain()
+    assert violations(cache.state) == []
+    assert not cache.state.writers, "its keys are free at once"
+    assert cache.stats().tiers[Tier.DRAM].class_bytes["orphaned"] == 2 * COUNT * (1 + 2) * UNIT
+    cache.process_gone(1)
+    nothing_is_held(cache)
+
+
+def test_reservations_are_abandoned_whole_or_by_slot(cache: Cache) -> None:
+    got = reserve(cache)
+    assert cache.abandon(Abandon(1, 2)) == Done(COUNT)
+    assert cache.abandon(Abandon(1, 3, got[2].units, got[2].generations + np.uint32(1))) == Done(0), "those of another tenure are not its"
+    for at in (0, 2, 3):
+        assert cache.abandon(Abandon(1, at + 1, got[at].units, got[at].generations)) == Done(COUNT)
+    nothing_is_held(cache)
+
+
+def test_a_clear_goes_on_in_pieces_and_takes_what_comes_meanwhile(cache: Cache) -> None:
+    mine, others = store(cache, SMALL), store(cache, LARGE)
+    start, blocks, pieces = 1, 0, 0
+    while start:
+        piece, start = clear_piece(cache.state, (SMALL,), start, most=64)
+        told = [each for each in cache.drain() if isinstance(each, Notice) and each.kind is NoticeKind.REMOVED]
+        assert sum(len(each.hashes) for each in told) == 32 * piece.blocks
+        assert violations(cache.state) == []
+        blocks, pieces = blocks + piece.blocks, pieces + 1
+        if pieces == 2:
+            late = store(cache, SMALL, 10)
+    assert pieces > 5
+    blocks += cache.clear(1, (SMALL,)).blocks
+    assert blocks == COUNT + 10
+    assert not cache.has(SMALL, mine).any()
+    assert not cache.has(SMALL, late).any()
+    assert cache.has(LARGE, others).all()
+
+
+def test_a_clear_counts_only_what_is_in_no_other_core(cache: Cache) -> None:
+    hashes = store(cache, SMALL)
+    there = {each.tobytes() for each in hashes[:100]}
+    piece, _ = clear_piece(cache.state, (SMALL,), 1, lambda _, asked: np.array([each.tobytes() in there for each in asked], bool))
+    assert piece.blocks == COUNT - 100
+    assert piece.dram_bytes == COUNT * UNIT
+    assert not cache.has(SMALL, hashes).any()
+
+
+def test_another_size_takes_the_coldest_extent_with_all_that_hangs_below(cache: Cache) -> None:
+    """Nobody hears of a block that is gone, and none is left without a way to it."""
+    old = store(cache, LARGE, 200)
+    below = store(cache, LARGE, 900, parent=pack_hashes(old[-1:]))
+    assert cache.has(LARGE, below).all()
+    cache.drain()
+    kept = store(cache, SMALL, 200)
+    assert violations(cache.state) == []
+    assert cache.stats().counters["extents_reassigned"] > 0
+    assert cache.has(SMALL, kept).all()
+    left = cache.has(LARGE, np.concatenate([old, below]))
+    assert not left.all()
+    assert left[: int(left.sum())].all(), "what is left is a beginning"
