@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 
@@ -16,16 +15,17 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.clients import requests
-from kvstore.clients.aio_link import AsyncLink
 from kvstore.clients.answers import Answer, Slotted
 from kvstore.clients.blocks import Prompt
 from kvstore.clients.channel import CALL_TIMEOUT_S, error_of
 from kvstore.clients.handles import EXISTS, STORED, Attached
 from kvstore.clients.link import Unmapped
+from kvstore.clients.pools import PoolTerms
 from kvstore.clients.session import Granting
 from kvstore.hashing import token_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
+from tests.simulation.hands import Hands, Link, Private, Slot
 from tests.simulation.keys import KINDS, ROOT, SMALL, WINDOW, Kind, chain, some_path, tokens_of
 from tests.simulation.lives import EXPECTED, Street, fill
 from tests.simulation.machine import Process
@@ -34,48 +34,19 @@ from tests.simulation.tails import Going
 from tests.simulation.truth import Held
 
 GROUP = (SMALL, WINDOW)
-Slot = tuple[int, int]  # units, generation
-
-
-class _Link(AsyncLink):
-    """Remembers its Welcome, which names the session to resume."""
-
-    welcome: pb.Welcome | None = None
-
-    def _map(self, welcome: pb.Welcome) -> None:
-        self.welcome = welcome
-        super()._map(welcome)
-
-
-@dataclass
-class Private:
-    """A slot of our own, not visible to anybody."""
-
-    slot: Slot
-    kind: Kind
-    held: Held | None = None  # once it is filled
-
-
-@dataclass
-class Hands:
-    """What the engine holds under one session, or took over from the one before."""
-
-    private: list[Private] = field(default_factory=list)
-    leases: dict[int, list[Held]] = field(default_factory=dict)
-
-    def held(self) -> list[Held]:
-        return [*(each.held for each in self.private if each.held), *(held for helds in self.leases.values() for held in helds)]
 
 
 class Engine:
-    """One process."""
+    """One process, whose slots are in the arena."""
+
+    pool = 0  # where its operations are: the arena
 
     def __init__(self, street: Street, process: Process) -> None:
         self._street, self._process, self._chance = street, process, process.chance
         self._truth = street.truth
         self._ids = count(1 + process.chance.randrange(1000) * 1000)  # of leases and reservations: a resumed session keeps its own
         self._stub: Any = KVStoreStub(cast(Any, grpc.aio.insecure_channel("simulated")))
-        self._link: _Link
+        self._link: Link
         self._attached: Attached
         self._namespaces: dict[str, pb.OpenNamespaceReply] = {}
         self._hands = Hands()
@@ -83,7 +54,7 @@ class Engine:
 
     async def run(self) -> None:
         """Sessions, one after another, until the street closes."""
-        before: _Link | None = None
+        before: Link | None = None
         while not self._street.closing:
             try:
                 await self._attach(before)
@@ -117,13 +88,13 @@ class Engine:
 
     # ---- sessions
 
-    async def _attach(self, before: _Link | None) -> None:
+    async def _attach(self, before: Link | None) -> None:
         limit = self._chance.choice((0, 0, 0, 12)) * UNIT_BYTES
-        hello = requests.hello(self._process.name, 0, limit)
+        hello = requests.hello(self._process.name, 0, limit, self._pools())
         if before is not None and before.welcome is not None:
             hello.resume_session, hello.resume_token = before.welcome.session, before.welcome.resume_token
         old = getattr(self, "_attached", None)
-        link = _Link(self._stub, "simulated", hello, old.arena if old else None)
+        link = Link(self._stub, "simulated", hello, old.arena if old else None)
         opened = await link.open()
         if isinstance(opened, Unmapped):
             raise errors.Unavailable("not mapped")
@@ -134,6 +105,7 @@ class Engine:
                 self._namespaces[kind.name] = await self._called(self._stub.OpenNamespace(request, timeout=CALL_TIMEOUT_S))
                 if self._namespaces[kind.name].epoch != opened.session.epoch:
                     raise errors.StaleEpoch("another daemon by now")
+            self._map(opened)
         except errors.KVStoreError:
             self._truth.let_go(*self._hands.held())  # what was resumed ends with this session
             self._hands = Hands()
@@ -144,6 +116,20 @@ class Engine:
             old.drop()  # the new session's lock is held by now
         self._link, self._attached, self._joined = link, opened, False
 
+    def _pools(self) -> list[PoolTerms]:
+        """What it asks for of GPUs."""
+        return []
+
+    def _map(self, opened: Attached) -> None:
+        """Take the memory of a new session."""
+        self._file = cast(Map, opened.arena).file
+
+    async def _fill(self, slot: Slot, content: bytes) -> Held:
+        """Write a slot."""
+        start = slot[0] * UNIT_BYTES
+        view = self._file.units[start : start + len(content)]
+        return cast(Held, await fill(self._truth, self._process, view, content, (self._file, start)))
+
     async def _called(self, call: Awaitable[Any]) -> Any:
         try:
             return await call
@@ -152,12 +138,15 @@ class Engine:
 
     # ---- what it does
 
-    async def _act(self) -> None:
-        acts: list[tuple[int, Callable[[], Awaitable[None]]]] = [
+    def _acts(self) -> list[tuple[int, Callable[[], Awaitable[None]]]]:
+        return [
             (6, self._reserve), (10, self._commit), (6, self._acquire), (8, self._release), (3, self._abandon),
             (2, self._acquire_for_group), (3, self._claim), (2, self._misuse), (3, self._reserve_named),
             (6 if self._street.tails else 0, self._acquire_with_tail),
         ]  # fmt: skip
+
+    async def _act(self) -> None:
+        acts = self._acts()
         act = self._chance.choices([act for _, act in acts], [weight for weight, _ in acts])[0]
         try:
             await act()
@@ -172,12 +161,11 @@ class Engine:
         return self._namespaces[kind.name].namespace_id
 
     def _hold(self, slot: Slot, expected: bytes, key: bytes) -> Held:
-        arena = cast(Map, self._attached.arena)
-        return self._truth.hold(self._process.name, arena.file, slot[0] * UNIT_BYTES, expected, key)
+        return self._truth.hold(self._process.name, self._file, slot[0] * UNIT_BYTES, expected, key)
 
     async def _reserve(self) -> None:
         kind = self._chance.choice(KINDS)
-        answer = (await self._ask(requests.reserve(next(self._ids), self._id(kind), count=self._chance.randrange(1, 5))))[0]
+        answer = (await self._ask(requests.reserve(next(self._ids), self._id(kind), count=self._chance.randrange(1, 5), pool=self.pool)))[0]
         if isinstance(answer, Slotted):
             slots = zip(answer.units.tolist(), answer.generations.tolist(), strict=True)
             self._hands.private += [Private(slot, kind) for slot in slots]
@@ -186,10 +174,10 @@ class Engine:
         """As another engine of the same kind would, and give them back unless they are filled at once."""
         kind, reservation = self._chance.choice(KINDS), next(self._ids)
         hashes = chain(some_path(self._chance))
-        answer = (await self._ask(requests.reserve(reservation, self._id(kind), hashes=b"".join(hashes))))[0]
+        answer = (await self._ask(requests.reserve(reservation, self._id(kind), hashes=b"".join(hashes), pool=self.pool)))[0]
         await asyncio.sleep(self._chance.choice((0.0, 0.05)))
         if isinstance(answer, Slotted):
-            self._link.tell([requests.abandon(reservation)])
+            self._link.tell([requests.abandon(reservation, pool=self.pool)])
 
     async def _commit(self) -> None:
         """Fill private slots with the leading blocks of a prompt, and publish them under a lease."""
@@ -200,16 +188,12 @@ class Engine:
         chosen = empty[: len(hashes)]
         if not chosen:
             return
-        attached, digest = self._attached, self._namespaces[kind.name].digest
         for each, hash_ in zip(chosen, hashes, strict=True):
-            content = self._truth.make((digest, hash_), kind.block_bytes)
-            arena = cast(Map, attached.arena)
-            start = each.slot[0] * UNIT_BYTES
-            each.held = await fill(self._truth, self._process, arena.writable[start:][: len(content)], content, (arena.file, start))
+            each.held = await self._fill(each.slot, self._truth.make((self._namespaces[kind.name].digest, hash_), kind.block_bytes))
         units, generations = (np.array(column, np.uint32) for column in zip(*(each.slot for each in chosen), strict=True))
         lease = self._chance.choice([*self._hands.leases, next(self._ids)]) if self._chance.random() < 0.3 else next(self._ids)
         ids = token_bytes(tokens_of(path[: len(chosen)])) if self._namespaces[kind.name].tails and self._chance.random() < 0.8 else b""
-        op = requests.commit(lease, self._id(kind), (units, generations), b"".join(hashes), ROOT, ids)
+        op = requests.commit(lease, self._id(kind), (units, generations), b"".join(hashes), ROOT, ids, pool=self.pool)
         answer = (await self._ask(op))[0]
         if not isinstance(answer, Slotted):
             return
@@ -223,7 +207,7 @@ class Engine:
     def _look(self, slot: Slot, kind: Kind, hash_: bytes) -> Held:
         """A slot that we may read: what is in it is the block, and stays."""
         start = int(slot[0]) * UNIT_BYTES
-        content = cast(Map, self._attached.arena).readable[start : start + kind.block_bytes].tobytes()
+        content = self._file.units[start : start + kind.block_bytes].tobytes()
         self._truth.check((self._namespaces[kind.name].digest, hash_), content, f"{self._process} reads unit {slot[0]}")
         return self._hold((int(slot[0]), int(slot[1])), content, hash_)
 
@@ -231,13 +215,14 @@ class Engine:
         kind, lease = self._chance.choice(KINDS), next(self._ids)
         hashes = chain(some_path(self._chance))
         timeout_s = self._chance.choice((0.001, 0.05, 0.5))
-        granting = await self._link.take(requests.acquire(lease, self._id(kind), b"".join(hashes), timeout_s), timeout_s + 1.0)
+        op = requests.acquire(lease, self._id(kind), b"".join(hashes), timeout_s, pool=self.pool)
+        granting = await self._link.take(op, timeout_s + 1.0)
         await self._take(lease, granting, (kind,), hashes)
 
     async def _acquire_with_tail(self) -> None:
         kind, lease, prompt = SMALL, next(self._ids), Going.some(self._chance)
         timeout_s = self._chance.choice((0.001, 0.05, 0.5))
-        op = requests.acquire(lease, self._id(kind), prompt.hashes, timeout_s, Prompt(prompt.tokens, ROOT))
+        op = requests.acquire(lease, self._id(kind), prompt.hashes, timeout_s, Prompt(prompt.tokens, ROOT), pool=self.pool)
         granting = await self._link.take(op, timeout_s + 1.0)
         tail = granting.tail
         whole = granting.blocks - (tail is not None)
@@ -245,7 +230,7 @@ class Engine:
         if tail is None or lease not in self._hands.leases:
             return
         start = tail.unit * UNIT_BYTES
-        made = self._truth.made.get(cast(Map, self._attached.arena).readable[start : start + kind.block_bytes].tobytes())
+        made = self._truth.made.get(self._file.units[start : start + kind.block_bytes].tobytes())
         if made is None or not prompt.is_donor(made[1], whole, tail.tokens):
             self._street.machine.wrong(f"unit {tail.unit} was named a donor of {tail.tokens} tokens and is none")
         self._hands.leases[lease].append(self._look((tail.unit, tail.generation), kind, made[1]))
@@ -263,17 +248,17 @@ class Engine:
         if not granting.settled:
             self._truth.let_go(*held)
             del self._hands.leases[lease]
-            self._link.tell([requests.release(lease)])
+            self._link.tell([requests.release(lease, pool=self.pool)])
 
     async def _acquire_for_group(self) -> None:
         if not await self._join():
             return
         lease, path = next(self._ids), some_path(self._chance)
-        op = pb.Op(acquire=pb.Acquire(lease=lease, group="model", hashes=b"".join(chain(path)), timeout_s=0.5))
+        op = pb.Op(acquire=pb.Acquire(lease=lease, group="model", hashes=b"".join(chain(path)), timeout_s=0.5), pool=self.pool)
         granting = await self._link.take(op, 1.5)
         if granting.blocks:
             await self._take(lease, granting, GROUP, chain(path))
-            self._street.group_leases.append((lease, path))
+            self._street.group_leases.setdefault(self.pool, []).append((lease, path))
 
     async def _join(self) -> bool:
         if not self._joined and self._link.alive:
@@ -285,13 +270,14 @@ class Engine:
 
     async def _claim(self) -> None:
         """One member's slots under a lease that another engine acquired for the group."""
-        if not self._street.group_leases or not await self._join():
+        leases = self._street.group_leases.get(self.pool)
+        if not leases or not await self._join():
             return
-        lease, path = self._chance.choice(self._street.group_leases[-4:])
+        lease, path = self._chance.choice(leases[-4:])
         if lease in self._hands.leases:
             return
         kind = self._chance.choice(GROUP)
-        answer = (await self._ask(pb.Op(claim=pb.Claim(lease=lease, group="model", namespace_id=self._id(kind)))))[0]
+        answer = (await self._ask(pb.Op(claim=pb.Claim(lease=lease, group="model", namespace_id=self._id(kind)), pool=self.pool)))[0]
         if isinstance(answer, Slotted) and self._link.alive:
             slots = zip(answer.units.tolist(), answer.generations.tolist(), strict=True)
             self._hands.leases[lease] = [self._look(slot, kind, hash_) for slot, hash_ in zip(slots, chain(path), strict=False) if slot[1]]
@@ -301,7 +287,7 @@ class Engine:
             return
         lease = self._chance.choice(list(self._hands.leases))
         self._truth.let_go(*self._hands.leases.pop(lease))
-        self._link.tell([requests.release(lease)])
+        self._link.tell([requests.release(lease, pool=self.pool)])
 
     async def _abandon(self) -> None:
         if not self._hands.private:
@@ -311,7 +297,7 @@ class Engine:
             self._hands.private.remove(each)
             self._truth.let_go(*([each.held] if each.held else []))
         units, generations = (np.array(column, np.uint32) for column in zip(*(each.slot for each in some), strict=True))
-        self._link.tell([requests.abandon(next(self._ids), (units, generations))])
+        self._link.tell([requests.abandon(next(self._ids), (units, generations), pool=self.pool)])
 
     async def _misuse(self) -> None:
         """Operations on slots, leases and keys that are not this session's, or no more."""
@@ -332,9 +318,10 @@ class Engine:
                 requests.abandon(next(self._ids), (units, generations)),
             ]
         op = self._chance.choice(ops)
+        op.pool = self.pool
         answer = (await self._ask(op))[0]
         if op.HasField("reserve") and isinstance(answer, Slotted):
-            self._link.tell([requests.abandon(op.reserve.reservation)])
+            self._link.tell([requests.abandon(op.reserve.reservation, pool=self.pool)])
         if op.HasField("commit") and isinstance(answer, Slotted) and STORED in answer.outcomes:
             self._street.machine.wrong("a block was stored from a slot that was not this session's", hashes[0])
 

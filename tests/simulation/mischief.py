@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from tests.simulation import gpus
 from tests.simulation.disk import Trouble
 from tests.simulation.machine import Process
 from tests.simulation.plan import SILENCE_S
@@ -40,6 +41,9 @@ class Mischief:
             "sync_errors": lambda: self._trouble(sync_error=0.3),
             "marks_refused": self._refuse_marks,
             "jump_clock": self._jump,
+            "copies_refused": lambda: self._gpu_trouble(refused=0.3),
+            "copies_slow": lambda: self._gpu_trouble(slow=0.3),
+            "lose_gpu": lambda: scene.gpus.lose() if self._chance.random() < 0.2 else None,
         }
         self._acts = {name: act for name, act in acts.items() if scene.plan.has(name)}
         if scene.plan.has("disk_lies"):
@@ -54,6 +58,7 @@ class Mischief:
         for process in self._scene.machine.processes:
             process.fuse = None
         self._scene.disk.trouble = Trouble()
+        self._scene.gpus.trouble = gpus.Trouble()
         self._scene.network.reply_loss = 0.0
         self._scene.memory.full = False
 
@@ -108,6 +113,14 @@ class Mischief:
 
     def _usual(self) -> Trouble:
         return replace(LIES) if self._scene.plan.has("disk_lies") else Trouble()
+
+    def _gpu_trouble(self, **what: float) -> None:
+        self._scene.gpus.trouble = gpus.Trouble(**what)
+
+        def be_well() -> None:
+            self._scene.gpus.trouble = gpus.Trouble()
+
+        self._scene.machine.after(self._chance.uniform(0.01, 0.6), be_well)
 
     def _refuse_marks(self) -> None:
         memory = self._scene.memory

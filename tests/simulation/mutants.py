@@ -153,6 +153,36 @@ MUTANTS = (
         "    if session.limit_bytes and session.held_bytes > session.limit_bytes:",
     ),
     Mutant(
+        "an orphan in GPU memory is freed when its session ends",
+        "kvstore/daemon/pools.py",
+        "            pool.cache.session_lost(session, reason)",
+        "            pool.cache.session_lost(session, reason), pool.cache.process_gone(session)",
+    ),
+    Mutant(
+        "a block that was cleared on its way down is made visible",
+        "kvstore/daemon/demoter.py",
+        "            elif units == block.units:",
+        "            elif block.units:",
+    ),
+    Mutant(
+        "a copy down that failed counts as made",
+        "kvstore/daemon/demotion.py",
+        "            return [_FAILED] * len(run)",
+        "            pass",
+    ),
+    Mutant(
+        "blocks that come down together all have the first one's checksum",
+        "kvstore/daemon/demotion.py",
+        "block_checksum(facts.digest, block.hash, view)",
+        "block_checksum(facts.digest, run[0].hash, view)",
+    ),
+    Mutant(
+        "host memory is asked for the prompt's first blocks, not for those after the GPU's",
+        "clients/reading.py",
+        "            hashes = hashes[HASH_BYTES * len(above) :]",
+        "            hashes = hashes[: len(hashes) - HASH_BYTES * len(above)]",
+    ),
+    Mutant(
         "a hole before the window is read as slot 0",
         "clients/lease.py",
         "        if not self._generations[which]:",

@@ -11,12 +11,16 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.disk import Disk, Place, SmallFiles, SystemCalls
+from tests.simulation.gpus import Gpus
 from tests.simulation.lanes import Lanes, Lock, Thread
 from tests.simulation.machine import Machine
 from tests.simulation.memory import Dram, Memory, map_arena
 from tests.simulation.network import Channel, Network, Server
 
-CLOCKED = ("daemon.server", "daemon.service", "daemon.startup", "daemon.health_watch", "daemon.rpc", "tiers.health", "tiers.nvme")
+CLOCKED = (
+    "daemon.server", "daemon.demotion", "daemon.service", "daemon.startup", "daemon.health_watch", "daemon.rpc", "tiers.health",
+    "tiers.nvme",
+)  # fmt: skip
 EXTENT_UNITS = 4  # of the nvme tier: the product's own smallest extent would hold everything
 
 
@@ -44,7 +48,7 @@ class NoLookups:
 
 
 @contextlib.contextmanager
-def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) -> Iterator[None]:
+def installed(machine: Machine, disk: Disk, memory: Memory, network: Network, gpus: Gpus) -> Iterator[None]:
     """Inside, the product runs on this machine."""
     calls = SystemCalls(disk)
     secret = Random(f"{machine.seed} secrets")
@@ -64,13 +68,19 @@ def installed(machine: Machine, disk: Disk, memory: Memory, network: Network) ->
         # chance, time, and threads
         "kvstore.daemon.startup.secrets": secrets,
         "kvstore.daemon.sessions.secrets": secrets,
+        "kvstore.daemon.hbm_parts.secrets": secrets,
         **{f"kvstore.{module}.time": clock for module in CLOCKED},
         "kvstore.daemon.health_watch.threading": SimpleNamespace(Thread=partial(Thread, machine)),
         "kvstore.tiers.direct_io.threading": SimpleNamespace(Lock=partial(Lock, machine)),
         "kvstore.daemon.transfers.Lanes": partial(Lanes, machine),
+        "kvstore.daemon.demotion.Lanes": partial(Lanes, machine),
         # shared memory
         "kvstore.daemon.startup.DramTier": partial(Dram, memory),
         "kvstore.clients.aio_link.map_arena": partial(map_arena, memory),
+        # GPU memory
+        "kvstore.daemon.startup.open_hbm": gpus.opened,
+        "kvstore.clients.gpus.ImportedPool": gpus.imported,
+        "kvstore.daemon.pools.extent_bytes_for": lambda capacity_bytes: EXTENT_UNITS * 4096,
         # the disk
         "kvstore.daemon.startup.Path": lambda path: Place(disk),
         "kvstore.daemon.startup.extent_bytes_for": lambda capacity_bytes: EXTENT_UNITS * 4096,

@@ -18,6 +18,18 @@ FAULTS = (
 )  # fmt: skip
 
 
+GPU_SHARE = 0.3  # of all runs have GPUs
+GPU_FAULTS = ("copies_refused", "copies_slow", "lose_gpu")
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """How many GPUs there are, and the units of each one's pool."""
+
+    gpus: int
+    units: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """See the module's text."""
@@ -25,6 +37,7 @@ class Plan:
     faults: frozenset[str]
     settings: Settings
     touch_s: float  # seconds until a new arena is touched to its end
+    pools: PoolPlan
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -33,6 +46,10 @@ class Plan:
         faults = frozenset(name for name in FAULTS if chance.random() < (0.2 if name == "disk_lies" else 0.4))
         if Random(f"{seed} tails").random() < 0.5:
             faults |= {"tails"}  # no fault, but something that some runs have
+        gpus = Random(f"{seed} gpus")
+        count = gpus.choice((1, 1, 2)) if gpus.random() < GPU_SHARE else 0
+        if count:  # their faults are drawn apart, so that what the other seeds do stays as it was
+            faults |= {"pools", *(name for name in GPU_FAULTS if gpus.random() < 0.4)}
         nvme = NvmeSettings(
             path="/disk" if chance.random() < 0.95 else "",
             bytes=chance.choice((4, 5, 6)) * EXTENT_UNITS * UNIT_BYTES,
@@ -53,7 +70,8 @@ class Plan:
             verify=chance.choice(("transfer", "read")),
             shutdown_s=1.0,
         )
-        return cls(faults, settings, chance.choice((0.0, 0.0, 0.5)))
+        pool = PoolPlan(count, gpus.choice((2, 3, 5)) * EXTENT_UNITS)
+        return cls(faults, settings, chance.choice((0.0, 0.0, 0.5)), pool)
 
     def has(self, fault: str) -> bool:
         return fault in self.faults

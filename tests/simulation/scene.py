@@ -8,22 +8,27 @@ import logging
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from kvstore import errors
 from kvstore.clients.aio import AsyncKVClient
 from kvstore.daemon import startup
+from kvstore.daemon.hub import Hub
 from kvstore.daemon.server import Daemon
 from tests.simulation.disk import Disk
 from tests.simulation.engines import Engine
+from tests.simulation.gpus import Gpus
 from tests.simulation.keys import IDENTITY, KINDS, chain, every_path
-from tests.simulation.lives import Life, Street
+from tests.simulation.lives import Life, Street, seen_in
 from tests.simulation.machine import Machine, Process, Wrong
 from tests.simulation.memory import Memory
 from tests.simulation.mischief import Mischief
 from tests.simulation.network import Network
-from tests.simulation.patches import installed
+from tests.simulation.patches import EXTENT_UNITS, installed
 from tests.simulation.plan import Plan
+from tests.simulation.pool_engines import PoolEngine
+from tests.simulation.pool_truth import WatchedPool, left_in, watch_pools
 from tests.simulation.truth import Truth, Watched
 
 RUN_S = 4.0  # simulated seconds until everybody is asked to leave
@@ -59,11 +64,15 @@ class Scene:
         self.network = Network(self.machine)
         self.truth = Truth(self.machine, self.memory, self.plan.settings.nvme.durable == "power")
         self.truth.lies = lambda: self.disk.lied
+        pools = self.plan.pools
+        self.gpus = Gpus(self.machine, pools.gpus, pools.units, EXTENT_UNITS)
         self.street = Street(self.machine, self.memory, self.truth, self.plan.has("tails"), clears=0.03 if self.plan.has("clears") else 0.0)
         self.reached = self.truth.reached
         self.daemon: Process | None = None
         self.clients: list[Process] = []
         self.watched: Watched | None = None
+        self.pools: list[WatchedPool] = []
+        self._hub: Hub | None = None
         self._stop: asyncio.Event | None = None
         self._spawned = 0
         self._voided = False  # a power failure took what was only written
@@ -75,7 +84,7 @@ class Scene:
         watcher = _Log(self.machine)
         logging.getLogger("kvstore").addHandler(watcher)
         try:
-            with installed(self.machine, self.disk, self.memory, self.network):
+            with installed(self.machine, self.disk, self.memory, self.network, self.gpus):
                 self._play()
         except Wrong as failure:
             report.failure = Wrong(str(failure), failure.key)  # without its traceback: that does not travel between processes
@@ -92,7 +101,7 @@ class Scene:
 
     def _play(self) -> None:
         self._boot()
-        for _ in range(CLIENTS):
+        for _ in range(CLIENTS + self.plan.has("pools")):
             self._arrive()
         mischief = Mischief(self)
         self._run(self.machine.now + RUN_S, lambda: False)
@@ -124,6 +133,8 @@ class Scene:
                 return False
             if self.watched is not None:
                 self.watched.check()
+                for pool in self.pools:
+                    pool.check()
             until += max(0.0, self.machine.now - jumped - 10.0)  # a jump of the clock is no time to act in
         return True
 
@@ -141,7 +152,7 @@ class Scene:
         for tier, figures in stats.tiers.items():
             left += [f"{tier.name}: {figures.held_bytes} bytes held"] if figures.held_bytes else []
             left += [f"{tier.name}: {figures.class_bytes[name]} bytes {name}" for name in LEFT_CLASSES if figures.class_bytes[name]]
-        return left
+        return [*left, *(left_in(self._hub) if self._hub is not None else [])]
 
     # ---- the daemon
 
@@ -165,15 +176,17 @@ class Scene:
         watched = Watched(parts.hub.cache, self.truth, self.machine)
         if not self.disk.lied:
             watched.all_found(self._at_rest)
-        self.watched, self._stop = watched, asyncio.Event()
+        self.watched, self._stop, self._hub = watched, asyncio.Event(), parts.hub
+        self.pools = watch_pools(parts.hub, watched, self.truth, self.machine)
         await daemon.start()
         await self._stop.wait()
         await daemon.stop()
 
     def _daemon_died(self) -> None:
         if self.watched is not None:
-            self.reached.update(self.watched.cache.stats().counters)
-        self.daemon, self.watched, self._stop = None, None, None
+            self.reached.update(self._hub.figures()[0].counters if self._hub is not None else {})
+        self.daemon, self.watched, self._stop, self._hub = None, None, None, None
+        self.pools, self.gpus.tiers = [], []
         self.truth.daemon_died()
         self.network.serving = None
         self.network.cut()
@@ -201,9 +214,14 @@ class Scene:
             return
         self._spawned += 1
         kinds = ["client", *(["remote"] if self.plan.has("remotes") else []), *(["engine", "engine"] if self.plan.has("engines") else [])]
+        kinds += ["pool engine"] * 3 if self.plan.has("pools") else []
         kind = self.machine.chance.choice(kinds)
         client = self.machine.spawn(f"{kind} {self._spawned}")
-        life = Engine(self.street, client) if kind == "engine" else Life(self.street, client)
+        life: Life | Engine = Life(self.street, client, self.gpus if self.plan.has("pools") and kind == "client" else None)
+        if kind == "engine":
+            life = Engine(self.street, client)
+        elif kind == "pool engine":
+            life = PoolEngine(self.street, client, self.gpus)
         self._begin(client, life.run())
 
     def _spawn(self, name: str, main: Any) -> Process:
@@ -223,15 +241,20 @@ class Scene:
         client.run(main)
 
     async def _audit(self) -> None:
-        """Read all that can be found, once more."""
-        client = AsyncKVClient("simulated", name="auditor")
+        """Read all that can be found, once more: in host memory, and in each GPU's."""
+        gpus = range(self.gpus.count)
+        client = AsyncKVClient("simulated", name="auditor", gpus=gpus, driver=self.gpus.driver if gpus else None)
+        places = [None, *(gpu for gpu, tier in enumerate(self.gpus.tiers) if not tier.lost)]
         for kind in KINDS:
             namespace = await client.open_namespace(IDENTITY, kind.geometry, "", kind.name, kind.keep)
-            for path in every_path():
+            for path, pool in product(every_path(), places):
                 hashes = chain(path)
-                async with client.get(namespace, b"".join(hashes)) as lease:
-                    for view, hash_ in ((view, hash_) for view, hash_ in zip(lease.views, hashes, strict=False) if len(view)):
+                async with client.get(namespace, b"".join(hashes), pool=pool) as lease:
+                    above = seen_in(lease, hashes)
+                    below = zip(lease.views, hashes[len(lease.device_views) :], strict=False)
+                    for view, hash_ in [*above, *((view, hash_) for view, hash_ in below if len(view))]:
                         self.truth.check((namespace.digest, hash_), view.tobytes(), "the auditor reads")
+                    self.reached["audited_in_pools"] += len(above)
         await client.close()
 
 

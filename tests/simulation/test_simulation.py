@@ -34,6 +34,8 @@ REACHED = (
     "failed_deletes", "acquire_deadlines", "no_room", "cleared", "sessions_lost", "extents_reassigned", "dropped_before_written",
     "kill_daemon", "stop_daemon", "end_daemon", "lose_power", "kill_client", "stop_client", "cut_client", "jump_clock",
     "resumed", "survivors", "claimed", "late_writes", "tail_hits",
+    "committed_in_pool", "served_from_pool", "brought_up", "audited_in_pools", "demoted_from_hbm", "failed_from_hbm", "dropped_from_hbm",
+    "evicted_hbm", "copies_refused", "copies_slow", "lose_gpu",
 )  # fmt: skip
 
 

@@ -39,10 +39,11 @@ from kvstore.cache.slots import SlotState
 from tests.simulation.machine import Machine
 from tests.simulation.memory import UNIT_BYTES, ArenaFile, Memory
 from tests.simulation.tails import donor_of
+from tests.simulation.words import short
 
 INPUTS = (
     "acquire", "claim", "reserve", "commit", "abandon", "release", "attach", "detach", "session_lost", "process_gone", "join_group",
-    "prefetch", "pin", "unpin", "clear", "transfer_done", "next_writes", "survivors_gone", "open_namespace",
+    "prefetch", "pin", "unpin", "clear", "clear_piece", "transfer_done", "next_writes", "survivors_gone", "open_namespace",
 )  # fmt: skip
 
 Key = tuple[bytes, bytes]  # namespace digest, block hash
@@ -88,13 +89,18 @@ class Truth:
         return content
 
     def committed(self, key: Key, content: bytes) -> None:
-        """A block became visible with these bytes."""
+        """A block became visible in dram with these bytes."""
+        self.known(key, content)
+        self.latest[key] = content
+        self.unwritten.add(key)
+
+    def known(self, key: Key, content: bytes) -> None:
+        """These bytes became visible under this key, somewhere; were they cleared before, they are there again."""
         if self.made.get(content) != key:
             self.machine.wrong("a block was committed with bytes that nobody wrote for it", key[1])
-        self.latest[key] = content
         self.ever.setdefault(key, set()).add(content)
-        self.unwritten.add(key)
-        self.forgotten.get(key, set()).discard(content)
+        for gone in (self.forgotten, *self.clearing.values()):
+            gone.get(key, set()).discard(content)
 
     def grant(self, key: Key, content: bytes, where: str) -> None:
         """The daemon gives these bytes out as this block now: they must be those committed last."""
@@ -167,6 +173,7 @@ class Watched:
         self.cache = cache
         self.changed = True
         self.corrupt = 0
+        self.before_commit: Callable[[int, Key, bytes], None] = lambda *_: None  # by which session
         self._truth, self._machine, self._process = truth, machine, machine.running
         self._asked: dict[tuple[int, int], Hashes] = {}  # by session and lease
         self._tenures: set[tuple[int, int]] = set()  # units and generation of every slot given out
@@ -225,7 +232,7 @@ class Watched:
             if name == "attach" and isinstance(answer, Done) and args[0].resume:
                 self._truth.reached["resumed"] += 1
             if self._machine.story is not None:
-                self._machine.note(f"{name} {_short(args[0]) if args else ''} -> {_short(answer)}")
+                self._machine.note(f"{name} {short(args[0]) if args else ''} -> {short(answer)}")
             return answer
 
         return wrapped
@@ -249,10 +256,17 @@ class Watched:
                 spec = self.cache.state.spec(request.namespace)
                 for i in np.flatnonzero(answer.outcomes == BlockOutcome.STORED).tolist():
                     start = int(request.units[i]) * UNIT_BYTES
-                    self._truth.committed((spec.digest, request.hashes[i].tobytes()), self._bytes(start, spec.block_bytes))
+                    self._committed(request.session, (spec.digest, request.hashes[i].tobytes()), self._bytes(start, spec.block_bytes))
             return answer
 
         return wrapped
+
+    def _committed(self, session: int, key: Key, content: bytes) -> None:
+        self.before_commit(session, key, content)
+        self._truth.committed(key, content)
+
+    def _grant(self, key: Key, content: bytes, where: str) -> None:
+        self._truth.grant(key, content, where)
 
     def _clear(self, act: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(clear_id: int, namespaces: tuple[int, ...]) -> Any:
@@ -272,7 +286,7 @@ class Watched:
             for decision in decisions if self._process.alive else ():
                 self.changed = True
                 if self._machine.story is not None:
-                    self._machine.note(f"decides {_short(decision)}")
+                    self._machine.note(f"decides {short(decision)}")
                 self._decided(decision)
             return decisions
 
@@ -318,22 +332,8 @@ class Watched:
                 key = (spec.digest, hashes[granted.first + i].tobytes())
                 content = self._bytes(units * UNIT_BYTES, spec.block_bytes)
                 doomed = state.dram.state_at[state.dram.locate(units)] == SlotState.DOOMED
-                (self._truth.check if doomed else self._truth.grant)(key, content, f"unit {units}, granted to session {granted.session}")
+                (self._truth.check if doomed else self._grant)(key, content, f"unit {units}, granted to session {granted.session}")
 
     def _bytes(self, start: int, size_bytes: int) -> bytes:
         arena = self._truth.memory.arena
         return bytes(arena.units[start : start + size_bytes]) if arena else b""
-
-
-def _short(value: object) -> str:
-    """A value on one line, hashes cut to what tells them apart."""
-    if isinstance(value, bytes):
-        return value.hex()[:12]
-    if isinstance(value, np.ndarray):
-        if value.ndim == 2 and value.shape[1] == 4 and value.dtype == np.uint64:
-            return "[" + " ".join(hash_.tobytes().hex()[:12] for hash_ in value) + "]"
-        return str(value.tolist())
-    if hasattr(value, "__dataclass_fields__"):
-        inside = ", ".join(f"{name}={_short(getattr(value, name))}" for name in value.__dataclass_fields__)
-        return f"{type(value).__name__}({inside})"
-    return str(value)
