@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.testing.daemon import DaemonProcess
+from kvstore.testing.nursery import Nursery
 from kvstore.tiers import health
 
 # Files that take half a minute and more, the longest first: begun last, one of them would keep every other processor waiting for it.
@@ -34,6 +36,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; the order within a file, and of all others, stays."""
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _daemons_are_forks() -> Iterator[None]:
+    """Hundreds of daemons are started here: each would spend most of its start on the same imports."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Nursery()) as nursery:
+        patch.setattr(DaemonProcess, "nursery", nursery)
+        yield
+
+
+@pytest.fixture
+def daemons_by_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons of this test are started as a user does: for what the start, the end, or the memory of the whole process is."""
+    monkeypatch.setattr(DaemonProcess, "nursery", None)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from kvstore.testing.daemon import DaemonProcess
 from tests.cases.figures import eventually, opaque, private_bytes
 from tests.cases.raw import Raw
 
+pytestmark = pytest.mark.usefixtures("daemons_by_command")
 FIXED_BYTES = 120_000_000  # the interpreter, grpc, numpy, and what a daemon needs however small it is
 BYTES_PER_BLOCK = 176  # of the index's capacity
 BATCH_BLOCKS = 8192  # the most that one batch may name

@@ -12,7 +12,9 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
+
+from kvstore.testing.nursery import PROGRAM, Child, Nursery
 
 START_TIMEOUT_S = 60.0  # seconds: a loaded machine imports in a few, and takes an arena of gigabytes in a few more
 STOP_TIMEOUT_S = 30.0  # seconds: past the daemon's own deadline for its writes
@@ -23,8 +25,11 @@ class DaemonProcess:
 
     directory   where socket, disk tier and log lie; None makes a temporary one, removed with `close`
     flags       further settings, as on the command line;  dram, nvme_bytes  sizes;  nvme  False turns the disk off
-    Use it in a `with` block, which starts and closes it.
+    Use it in a `with` block, which starts and closes it. Where `nursery` is set, daemons of the plain program with the caller's environment
+    are forks of it.
     """
+
+    nursery: ClassVar[Nursery | None] = None
 
     def __init__(
         self, directory: Path | None = None, flags: Sequence[str] = (), *, dram: str = "64MiB", nvme: bool = True, nvme_bytes: str = "64MiB"
@@ -41,10 +46,10 @@ class DaemonProcess:
         self.flags = ["--listen", self.address, "--dram", dram, "--dram-dir", str(self.shared), "--metrics", "127.0.0.1:0"]
         self.flags += ["--nvme", str(self.data), "--nvme-bytes", nvme_bytes] if nvme else []
         self.flags += flags
-        self.program = "kvstore.cli.main"  # the module whose `main` it runs; another one may put faults under it first
+        self.program = PROGRAM  # the module whose `main` it runs; another one may put faults under it first
         self.environment: dict[str, str] = {}  # for its process, beside the caller's
         self.ready = ""  # the readiness line
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | Child | None = None
 
     @property
     def pid(self) -> int:
@@ -66,9 +71,13 @@ class DaemonProcess:
     def start(self) -> Self:
         """Start it and wait until it is ready. Raises RuntimeError with its log where it does not come up."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")} | self.environment
+        words = ["serve", *self.flags]
         with self.log_path.open("a") as log:
-            command = [sys.executable, "-c", f"from {self.program} import main; raise SystemExit(main())", "serve", *self.flags]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+            if self.nursery is not None and self.program == PROGRAM and not self.environment:
+                self._process = self.nursery.start(words, environment, log)
+            else:
+                command = [sys.executable, "-c", f"from {self.program} import main; raise SystemExit(main())", *words]
+                self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         stuck = threading.Timer(START_TIMEOUT_S, self._process.kill)
         stuck.start()
         try:

@@ -13,6 +13,7 @@ QUICK_S = 30.0  # seconds: a start takes half of one, on a machine that does not
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("daemons_by_command")
 def test_killed_at_any_moment_nothing_is_wrong_lost_or_leaked(tmp_path: Path) -> None:
     tally = Storm(tmp_path, seed=1).run(KILLS)
     assert tally.faults == []

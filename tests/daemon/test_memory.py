@@ -18,6 +18,7 @@ from kvstore.tiers import record_codec as codec
 from kvstore.tiers.nvme import NvmeOptions, NvmeTier
 from kvstore.tiers.record_codec import RecordState
 
+pytestmark = pytest.mark.usefixtures("daemons_by_command")
 FIXED_BYTES = 120_000_000  # bytes: the interpreter, grpc, numpy, and what a session needs
 BLOCK_BYTES = 176  # bytes for each block of the index's capacity
 

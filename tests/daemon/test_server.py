@@ -26,6 +26,7 @@ from tests.blocks import GEOMETRY, IDENTITY, chain, pattern
 from tests.cases.figures import eventually
 from tests.daemon.faulty import FaultyDaemon
 
+pytestmark = pytest.mark.usefixtures("daemons_by_command")
 SERVE = [sys.executable, "-c", "from kvstore.cli.main import main; raise SystemExit(main())", "serve"]
 
 
