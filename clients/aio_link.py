@@ -16,7 +16,7 @@ from kvstore.clients.channel import error_of
 from kvstore.clients.handles import Attached
 from kvstore.clients.link import ATTACH_TIMEOUT_S, Unmapped, ended_error, map_arena
 from kvstore.clients.pools import lease_name
-from kvstore.clients.session import Answered, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
+from kvstore.clients.session import Answered, AnsweredAll, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
 from kvstore.proto import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
@@ -143,8 +143,10 @@ class AsyncLink:
         for event in events:
             match event:
                 case Answered(ticket, answer):
-                    if (future := self._answers.get(ticket)) and not future.done():
-                        future.set_result(answer)
+                    self._answered(ticket, answer)
+                case AnsweredAll(tickets, answers):
+                    for ticket, answer in zip(tickets, answers, strict=True):
+                        self._answered(ticket, answer)
                 case Settled(lease, granting):
                     if (settling := self._settling.get(lease)) and not settling.done():
                         settling.set_result(granting)
@@ -156,6 +158,10 @@ class AsyncLink:
                     if self._attached is not None:
                         self._attached.over(ended_error(self._session, error))
                     self._resolve(error)
+
+    def _answered(self, ticket: int, answer: Answer) -> None:
+        if (future := self._answers.get(ticket)) and not future.done():
+            future.set_result(answer)
 
     def _map(self, welcome: pb.Welcome) -> None:
         try:

@@ -43,7 +43,7 @@ class AsyncQuickLookups:
         while self._idle:
             self._idle.pop().cut()
 
-    async def _exchange(self, message: bytes) -> tuple[int, bytes] | None:
+    async def _exchange(self, message: tuple[bytes, bytes]) -> tuple[int, bytes] | None:
         """Over a connection that is there, or over a new one: an old one may be a former daemon's."""
         while self._idle:
             line = self._idle.pop()
@@ -62,7 +62,7 @@ class AsyncQuickLookups:
             self.way.missed()
             return None
 
-    async def _over(self, line: _Line, message: bytes) -> tuple[int, bytes]:
+    async def _over(self, line: _Line, message: tuple[bytes, bytes]) -> tuple[int, bytes]:
         answer = await line.ask(message)
         if self.way.closed:
             line.cut()
@@ -79,13 +79,13 @@ class _Line(asyncio.Protocol):
         self._received = bytearray()
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
 
-    async def ask(self, message: bytes) -> tuple[int, bytes]:
+    async def ask(self, message: tuple[bytes, bytes]) -> tuple[int, bytes]:
         """(status, body). Raises OSError where the connection ends before the answer; ends it where this call does."""
         if self._transport is None:
             raise ConnectionResetError("the daemon closed the connection")
         self._answer = asyncio.get_running_loop().create_future()
         try:
-            self._transport.write(message)
+            self._transport.writelines(message)
             return await self._answer
         except BaseException:
             self.cut()

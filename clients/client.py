@@ -19,7 +19,7 @@ from kvstore import errors
 from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import Tokens, require_tails
 from kvstore.clients.blocksession import BlockSession
-from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
+from kvstore.clients.channel import CALL_TIMEOUT_S, MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
@@ -95,7 +95,9 @@ class KVClient:
         hashes   32 bytes a block;  or tokens  a prompt: of it at most `hashing.usable_blocks` count, as its last token is always computed
         identity where this request's adapter or salt differ from the namespace's
         """
-        return self._run(calls.lookup(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity)))
+        wanted = requests.prompt_or_hashes(namespace, hashes, tokens, identity)
+        found = self._quick.look(namespace.id, namespace.epoch, wanted, CALL_TIMEOUT_S)
+        return self._run(calls.lookup(namespace, wanted)) if found is None else LookupResult(len(found), found)
 
     @contextmanager
     def get(

@@ -7,10 +7,9 @@ sends what is queued, as few batches as it keeps up with. `close` or the stream'
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from kvstore.clients.arena import Arena, SessionLock
 from kvstore.clients.channel import error_of
 from kvstore.clients.handles import Attached
 from kvstore.clients.pools import lease_name
-from kvstore.clients.session import Answered, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
+from kvstore.clients.session import Answered, AnsweredAll, Event, Granting, Opened, Over, Session, Settled, State, Welcomed
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
@@ -59,12 +58,17 @@ class _Answers:
         self.all: Future[list[Answer]] = Future()
         self.first = 0  # ticket of the first; the others' follow it
         self._found: list[Answer | None] = [None] * count
-        self._arrived = itertools.count(1)  # a step of it is not divided between threads
+        self._left = count
+        self._guard = threading.Lock()
 
-    def arrived(self, ticket: int, answer: Answer) -> None:
-        """The answer to one of them; on any thread."""
-        self._found[ticket - self.first] = answer
-        if next(self._arrived) == len(self._found):
+    def arrived(self, ticket: int, answers: Sequence[Answer]) -> None:
+        """The answers to some of them, that with this ticket and those after it; on any thread."""
+        place = ticket - self.first
+        with self._guard:
+            self._found[place : place + len(answers)] = answers
+            self._left -= len(answers)
+            whole = not self._left
+        if whole:
             self.all.set_result([each for each in self._found if each is not None])
 
 
@@ -210,11 +214,17 @@ class Link:
         for event in events:
             match event:
                 case Answered(ticket, answer):
-                    waiting = self._answers.pop(ticket, None)
-                    if isinstance(waiting, _Answers):
-                        waiting.arrived(ticket, answer)
-                    elif waiting is not None:
-                        waiting.set_result(answer)
+                    self._answered(ticket, answer)
+                case AnsweredAll(tickets, answers):
+                    waiting = list(map(self._answers.get, tickets))
+                    together = waiting[0]
+                    if isinstance(together, _Answers) and waiting.count(together) == len(tickets):
+                        for ticket in tickets:
+                            del self._answers[ticket]
+                        together.arrived(tickets[0], answers)
+                    else:
+                        for ticket, answer in zip(tickets, answers, strict=True):
+                            self._answered(ticket, answer)
                 case Settled(lease, granting):
                     if settling := self._settling.get(lease):
                         settling.set_result(granting)
@@ -225,6 +235,13 @@ class Link:
                         self._opened.set_result(self._attached or Unmapped(errors.Unavailable("no arena was offered")))
                 case Over(error):
                     self._over(error)
+
+    def _answered(self, ticket: int, answer: Answer) -> None:
+        waiting = self._answers.pop(ticket, None)
+        if isinstance(waiting, _Answers):
+            waiting.arrived(ticket, [answer])
+        elif waiting is not None:
+            waiting.set_result(answer)
 
     def _map(self, welcome: pb.Welcome) -> None:
         try:

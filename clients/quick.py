@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from collections import deque
 
@@ -29,15 +30,15 @@ class Way:
         self._again_at = 0.0
         self._pid = os.getpid()
 
-    def message(self, request: pb.LookupRequest) -> bytes | None:
-        """What is sent for a request; None where gRPC is to be asked."""
+    def message(self, request: pb.LookupRequest) -> tuple[bytes, bytes] | None:
+        """What is sent for a request, in two pieces; None where gRPC is to be asked."""
         return None if request.group else self.packed(request.namespace_id, request.epoch, request.hashes)
 
-    def packed(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes | None:
+    def packed(self, namespace_id: int, epoch: str, hashes: bytes) -> tuple[bytes, bytes] | None:
         """`message` of a request about one namespace."""
         if not self.path or len(epoch) > EPOCH_BYTES or time.monotonic() < self._again_at or self._pid != os.getpid():
             return None  # of another process: a connection must not be two processes'
-        return REQUEST.pack(MAGIC, namespace_id, len(hashes) // 32, epoch.encode()) + hashes
+        return REQUEST.pack(MAGIC, namespace_id, len(hashes) // 32, epoch.encode()), hashes
 
     def reply(self, request: pb.LookupRequest, status: int, body: bytes) -> pb.LookupReply:
         """The service's reply in an answer. Raises what the service would."""
@@ -70,7 +71,7 @@ class QuickLookups:
     def __init__(self, place: str) -> None:
         """`place`: as of a Way."""
         self.way = Way(place)
-        self._idle: deque[socket.socket] = deque()
+        self._idle: deque[tuple[socket.socket, float]] = deque()  # and the timeout, seconds, that each has now
 
     def ask(self, request: pb.LookupRequest, timeout_s: float) -> pb.LookupReply | None:
         """The answer; None where gRPC is to be asked. Raises what the service would, DeadlineExceeded after `timeout_s`."""
@@ -88,22 +89,26 @@ class QuickLookups:
         """Close the connections."""
         self.way.close()
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop()[0].close()
 
-    def _exchange(self, message: bytes, timeout_s: float) -> tuple[int, bytes] | None:
+    def _exchange(self, message: tuple[bytes, bytes], timeout_s: float) -> tuple[int, bytes] | None:
         """Over a connection that is there, or over a new one: an old one may be a former daemon's."""
         while True:
             try:
-                connection, fresh = self._idle.pop(), False
+                (connection, limit_s), fresh = self._idle.pop(), False
             except IndexError:
-                connection, fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), True
+                (connection, limit_s), fresh = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), 0.0), True
             try:
-                connection.settimeout(timeout_s)
                 if fresh:
+                    connection.settimeout(timeout_s)
                     connection.connect(self.way.path)
-                connection.sendall(message)
+                if limit_s != timeout_s:
+                    _limit(connection, timeout_s)
+                sent = connection.sendmsg(message)  # all of it, unless it is very long
+                if sent < len(message[0]) + len(message[1]):
+                    connection.sendall(b"".join(message)[sent:])
                 answer = _answer(connection)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # the second is what the kernel's own limit gives
                 connection.close()
                 raise self.way.late(timeout_s) from None
             except OSError:
@@ -115,14 +120,22 @@ class QuickLookups:
                 connection.close()
                 raise
             else:
-                self._give_back(connection)
+                self._give_back(connection, timeout_s)
                 return answer
 
-    def _give_back(self, connection: socket.socket) -> None:
+    def _give_back(self, connection: socket.socket, timeout_s: float) -> None:
         if len(self._idle) < MAX_IDLE and not self.way.closed:
-            self._idle.append(connection)
+            self._idle.append((connection, timeout_s))
         else:
             connection.close()
+
+
+def _limit(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end each wait of this socket after so long: Python's own timeout asks it before each call whether it may."""
+    connection.settimeout(None)
+    limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6) or int(timeout_s < 1))
+    for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, which, limit)
 
 
 def _answer(connection: socket.socket) -> tuple[int, bytes]:

@@ -103,6 +103,13 @@ class Answered(NamedTuple):
     answer: Answer
 
 
+class AnsweredAll(NamedTuple):
+    """Those with these tickets, which follow each other, have theirs: they were sent packed."""
+
+    tickets: Sequence[int]
+    answers: Sequence[Answer]
+
+
 @dataclass(frozen=True)
 class Settled:
     """Nothing more will be granted under this lease (a `lease_name`)."""
@@ -118,7 +125,7 @@ class Over:
     error: errors.KVStoreError
 
 
-Event = Welcomed | Opened | Answered | Settled | Over
+Event = Welcomed | Opened | Answered | AnsweredAll | Settled | Over
 
 
 class Session:
@@ -268,7 +275,10 @@ class Session:
         events: list[Event] = []
         for tickets, op_reply in zip(sent[reply.first_op :], reply.replies, strict=False):
             answers = read_answers(op_reply, len(tickets))
-            events += map(Answered, tickets, answers)
+            if len(tickets) > 1:
+                events.append(AnsweredAll(tickets, answers))
+                continue
+            events.append(Answered(tickets[0], answers[0]))
             if self._leases and (lease := self._leases.pop(tickets[0], 0)) in self._granting:
                 events.extend(self._acquire_answered(lease, answers[0]))
         if reply.first_op + len(reply.replies) == len(sent):

@@ -165,6 +165,10 @@ class Cache:
         """Pure: no lease, no recency, no movement. `pools`: the cores of GPUs' pools, which count as hbm."""
         return finding.lookup(self.state, tenant, namespace, group, hashes, [pool.state for pool in pools])
 
+    def leading(self, tenant: str, namespace: int, hashes: bytes) -> bytes | Refused:
+        """`lookup` in one namespace, of packed hashes, where there are no pools: the tier of each leading block that is here."""
+        return finding.leading(self.state, tenant, namespace, hashes)
+
     def prefetch(self, namespace: int, hashes: Hashes, deadline_at: float) -> tuple[int, int]:
         """Answers (started, already in dram)."""
         self._next_operation()

@@ -21,35 +21,82 @@ from kvstore.cache.state import State
 
 def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Commit) -> bool:
     """Commit all of it, or touch nothing and answer False where it is not the common case."""
-    index, dram = state.index, state.dram
-    slots = state.dram.locate_all(request.units)
-    rows = index.find(request.namespace, request.hashes)
-    if index.room <= (new := int(np.count_nonzero(rows == 0))) and new and free_rows(state, new + 1):
-        rows = index.find(request.namespace, request.hashes)
-    if not _is_common(state, session, request, slots, rows):
+    compiled = _look_compiled(state, request)
+    found = compiled or _look(state, request)
+    if found is None:
         return False
+    slots, rows = found
+    named = slots.tolist()
+    if not session.reserved.keys() >= set(named):
+        return False
+    rows = _publish(state, request, slots, rows, compiled=compiled is not None)
+    if request.checksums is not None:
+        state.index.checksum[rows] = request.checksums
+        state.index.flags[rows] |= CHECKSUM_FLAGS
+    state.dram.published(len(named), state.spec(request.namespace).slot_units)
+    _delete_all(session.reserved, named)  # their counts in the session now stand for the lease
+    lease.slots[0].frombytes(slots.tobytes())
+    lease.generations[0].frombytes(np.ascontiguousarray(request.generations, np.uint32).tobytes())
+    lease.granted = len(lease)
+    _tell(state, request, slots)
+    return True
+
+
+def _look_compiled(state: State, request: Commit) -> tuple[SlotIds, Rows] | None:
+    """`_look` where the blocks were reserved by name and the library is there; None else."""
+    index, publishing = state.index, state.publishing
+    if index.native is None or publishing is None or not index.room or not _is_chain(request):
+        return None
+    where, slot_units = (request.units, request.generations), state.spec(request.namespace).slot_units
+    return publishing.look_chain(index.native, request.namespace, slot_units, request.hashes, request.parents[:1], where)
+
+
+def _look(state: State, request: Commit) -> tuple[SlotIds, Rows] | None:
+    """The distinct slots of one chain of distinct new blocks, all anonymous or all reserved for just these, and their rows or zeros."""
+    index, dram, hashes = state.index, state.dram, request.hashes
+    slots, rows = dram.locate_all(request.units), index.find(request.namespace, hashes)
+    if index.room <= (new := int(np.count_nonzero(rows == 0))) and new and free_rows(state, new + 1):
+        rows = index.find(request.namespace, hashes)
+    right = (
+        _is_chain(request)
+        and index.room > np.count_nonzero(rows == 0)
+        and len(set(slots.tolist())) == len(slots) > 0
+        and bool((dram.state[slots] == SlotState.RESERVED).all())
+        and bool((dram.generation[slots] == request.generations).all())
+        and bool((dram.bytes_of(slots) == state.spec(request.namespace).slot_units * UNIT_BYTES).all())
+        and distinct(hashes)
+        and not (hashes == request.parents[0]).all(axis=1).any()
+        and _are_new(state, rows, dram.row[slots])
+    )
+    return (slots, rows) if right else None
+
+
+def _is_chain(request: Commit) -> bool:
+    return len(request.parents) == 1 or bool((request.parents[1:] == request.hashes[:-1]).all())
+
+
+def _publish(state: State, request: Commit, slots: SlotIds, rows: Rows, *, compiled: bool) -> Rows:
+    """The step in which the blocks become visible. Their rows."""
+    index, dram = state.index, state.dram
+    named = rows.any()
     above = ghost(state, request.namespace, request.parents[0].tobytes())
-    if rows.any():  # reserved by name
-        index.flags[rows] &= ~np.uint8(IN_FLIGHT | CHECKSUM_FLAGS)
+    if named:
         _delete_all(state.writers, rows.tolist())
+    if compiled and index.native is not None and state.publishing is not None:
+        state.publishing.publish_chain(index.native, rows, slots, above, IN_FLIGHT | CHECKSUM_FLAGS)
+        return rows
+    if named:
+        index.flags[rows] &= ~np.uint8(IN_FLIGHT | CHECKSUM_FLAGS)
     else:
         rows = index.add(request.namespace, request.hashes)
     _link_chain(state, rows, above)
     index.slot[Tier.DRAM][rows] = slots
     index.children[Tier.DRAM][rows[:-1]] += 1
     index.children_at[Tier.DRAM][above] += 1
-    if request.checksums is not None:
-        index.checksum[rows] = request.checksums
-        index.flags[rows] |= CHECKSUM_FLAGS
     dram.row[slots] = rows
     dram.holds[slots] += 1  # held before, as reserved, and held now
-    dram.move_many(slots, SlotState.RESERVED, SlotState.LIVE)
-    _delete_all(session.reserved, slots.tolist())  # their counts in the session now stand for the lease
-    lease.slots[0].frombytes(slots.tobytes())
-    lease.generations[0].frombytes(np.ascontiguousarray(request.generations, np.uint32).tobytes())
-    lease.granted = len(lease)
-    _tell(state, request, slots)
-    return True
+    dram.state[slots] = SlotState.LIVE
+    return rows
 
 
 def _delete_all(table: dict[int, int], keys: list[int]) -> None:
@@ -58,23 +105,6 @@ def _delete_all(table: dict[int, int], keys: list[int]) -> None:
         table.clear()
     else:
         deque(map(table.__delitem__, keys), maxlen=0)
-
-
-def _is_common(state: State, session: Session, request: Commit, slots: SlotIds, rows: Rows) -> bool:
-    """One chain of distinct new blocks, into distinct slots of this session, all anonymous or all reserved for just these keys."""
-    hashes, parents = request.hashes, request.parents
-    named = set(slots.tolist())
-    return (
-        len(named) == len(slots) > 0
-        and session.reserved.keys() >= named
-        and (len(parents) == 1 or bool((parents[1:] == hashes[:-1]).all()))
-        and state.index.room > int(np.count_nonzero(rows == 0))
-        and bool((state.dram.generation[slots] == request.generations).all())
-        and bool((state.dram.bytes_of(slots) == state.spec(request.namespace).slot_units * UNIT_BYTES).all())
-        and distinct(hashes)
-        and not (hashes == parents[0]).all(axis=1).any()
-        and _are_new(state, rows, state.dram.row[slots])
-    )
 
 
 def _are_new(state: State, rows: Rows, reserved_for: Rows) -> bool:

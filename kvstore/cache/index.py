@@ -55,7 +55,8 @@ class Index:
         self._fresh = 1  # rows from here on were never used
         self._view_scalars()
         arrays = {name: getattr(self, name) for name in NATIVE_ARRAYS}
-        self._native = native_rows(arrays, list(self.slot.values()), self._freed, self._mix, self._shift, IN_FLIGHT)
+        by_speed = {int(tier): self.slot[tier] for tier in sorted(tiers)}
+        self.native = native_rows(arrays, by_speed, self._freed, self._mix, self._shift, IN_FLIGHT)
 
     def _view_scalars(self) -> None:
         # Indexing a memoryview yields a plain int in a third of the time that indexing an array takes.
@@ -84,8 +85,8 @@ class Index:
 
     def find(self, namespace: int, hashes: Hashes) -> Rows:
         """The row of each hash, 0 where unknown. [n]"""
-        if self._native is not None:
-            return self._native.find(namespace, hashes)
+        if self.native is not None:
+            return self.native.find(namespace, hashes)
         found = np.zeros(len(hashes), np.int32)
         left = np.arange(len(hashes))
         position = self._homes(namespace, hashes[:, 0])
@@ -144,11 +145,11 @@ class Index:
 
     def add(self, namespace: int, hashes: Hashes) -> Rows:
         """New rows for keys that are distinct and not yet known; the caller has seen to `room`. [n]"""
-        rows = self._take_rows(len(hashes))
+        rows = self.take_rows(len(hashes))
         self.hash[rows] = hashes
         self.namespace[rows] = namespace
-        if self._native is not None:
-            self._native.enter(rows)
+        if self.native is not None:
+            self.native.enter(rows)
             return rows
         pending, position = rows, self._homes(namespace, hashes[:, 0])
         while pending.size:
@@ -161,7 +162,7 @@ class Index:
 
     def add_one(self, namespace: int, key: bytes) -> int:
         """`add` for one key."""
-        row = int(self._take_rows(1)[0])
+        row = int(self.take_rows(1)[0])
         self._bytes_at[32 * row : 32 * row + 32] = key
         self.namespace_at[row] = namespace
         position = self._home_of(namespace, self._word_at[row])
@@ -170,7 +171,8 @@ class Index:
         self._table_at[position] = row
         return row
 
-    def _take_rows(self, count: int) -> Rows:
+    def take_rows(self, count: int) -> Rows:
+        """Rows that nothing uses; they are the caller's to fill. [n]"""
         again = min(count, self._freed_count)
         self._freed_count -= again
         reused = self._freed[self._freed_count : self._freed_count + again].copy()
@@ -200,8 +202,8 @@ class Index:
             for tier in self.tiers:
                 stored |= self.slot[tier][rows] > 0
             self.tokens.forget_many(rows[~stored])
-        if self._native is not None:
-            self._freed_count = self._native.drop_empty(rows, self._freed_count)
+        if self.native is not None:
+            self._freed_count = self.native.drop_empty(rows, self._freed_count)
             return
         for row in rows.tolist():
             if self.namespace_at[row]:

@@ -13,6 +13,7 @@ import numpy as np
 from kvstore.cache import leases
 from kvstore.cache.finding import members_of
 from kvstore.cache.holders import Lease, Session
+from kvstore.cache.index import Rows
 from kvstore.cache.messages import (
     MAX_LEASE_BLOCKS,
     MAX_SESSION_LEASES,
@@ -27,7 +28,7 @@ from kvstore.cache.messages import (
 )
 from kvstore.cache.moving import make_room
 from kvstore.cache.sessions import open_session
-from kvstore.cache.slots import FEW_SLOTS, SlotState
+from kvstore.cache.slots import FEW_SLOTS, SlotIds, SlotState
 from kvstore.cache.state import State
 
 
@@ -100,30 +101,42 @@ def _take(state: State, slot_units: int, wanted: int) -> list[int]:
 
 def commit_each(state: State, request: CommitEach) -> bool | None:
     """True: all of them are stored."""
-    session = _writer(state, request)
-    slots = _slots_of(state, session, request) if session is not None else []
-    rows = state.index.find(request.namespace, np.concatenate([request.hashes, request.parents]))
-    above = rows[len(slots) :].tolist()
-    # Keys that nobody has or is writing, under parents that are known: so nothing below them can be a parent of theirs.
-    new = bool(slots) and all(above) and not rows[: len(slots)].any() and state.index.room > len(slots)
-    words = request.hashes[:, 0].tolist()
-    if session is None or not new or len(set(words)) < len(words) or not _may_lease(session, request):
+    session, words = _writer(state, request), request.hashes[:, 0].tolist()
+    if session is None or state.index.room <= len(words) or len(set(words)) < len(words):
         return None
-    _store_each(state, session, request, slots, above)
-    state.story.tell_many(words, "commit", slots, session.id)
+    # Keys that nobody has or is writing, under parents that are known: so nothing below them can be a parent of theirs.
+    found = _look(state, request)
+    if found is None or not _may_lease(session, request):
+        return None
+    slots, above = found
+    named = slots.tolist()
+    if len(set(named)) < len(named) or not session.reserved.keys() >= set(named):
+        return None
+    _publish(state, request, slots, above)
+    _lease_each(state, session, request, named)
+    _tell(state, request, slots)
+    state.story.tell_many(words, "commit", named, session.id)
     return True
 
 
-def _slots_of(state: State, session: Session, request: CommitEach) -> list[int]:
-    """Distinct anonymous slots of this session, of this tenure and size; none where one is not."""
-    dram, reserved, slot_units = state.dram, session.reserved, state.spec(request.namespace).slot_units
-    slots: list[int] = []
+def _look(state: State, request: CommitEach) -> tuple[SlotIds, Rows] | None:
+    """The slots that blocks are to be in, anonymous and of this tenure and size, and their parents' rows; None unless all are new."""
+    index, slot_units, where = state.index, state.spec(request.namespace).slot_units, (request.units, request.generations)
+    if index.native is not None and state.publishing is not None:
+        return state.publishing.look_each(index.native, request.namespace, slot_units, request.hashes, request.parents, where)
+    rows = index.find(request.namespace, np.concatenate([request.hashes, request.parents]))
+    above = rows[len(request.hashes) :]
+    if rows[: len(request.hashes)].any() or not above.all():
+        return None
+    dram, slots = state.dram, list[int]()
     for unit, generation in zip(request.units.tolist(), request.generations.tolist(), strict=True):
         slot = dram.locate(unit)
-        if slot not in reserved or dram.generation_at[slot] != generation or dram.row_at[slot] or dram.slot_units_of(slot) != slot_units:
-            return []
+        if dram.state_at[slot] != SlotState.RESERVED or dram.generation_at[slot] != generation or dram.row_at[slot]:
+            return None
+        if dram.slot_units_of(slot) != slot_units:
+            return None
         slots.append(slot)
-    return slots if len(set(slots)) == len(slots) else []
+    return np.array(slots, np.int32), above
 
 
 def _may_lease(session: Session, request: CommitEach) -> bool:
@@ -135,35 +148,51 @@ def _may_lease(session: Session, request: CommitEach) -> bool:
     return all(lease.ended and lease.namespaces == (request.namespace,) and len(lease) + count <= MAX_LEASE_BLOCKS for lease in known)
 
 
-def _store_each(state: State, session: Session, request: CommitEach, slots: list[int], above: list[int]) -> None:
+def _publish(state: State, request: CommitEach, slots: SlotIds, above: Rows) -> None:
     """The step in which the blocks become visible; their reservations become leases."""
-    index, dram, policies = state.index, state.dram, list(state.policies.values())
-    slot_at, children_at, inserted = index.slot_at[Tier.DRAM], index.children_at[Tier.DRAM], state.policies[Tier.DRAM].inserted
-    rows, generations = index.add(request.namespace, request.hashes).tolist(), request.generations.tolist()
-    dram.publish_each(slots, rows)
-    for row, parent, slot, generation, lease_id in zip(rows, above, slots, generations, request.leases, strict=True):
-        index.link(row, parent)
-        slot_at[row] = slot
-        children_at[parent] += 1
-        del session.reserved[slot]  # its count in the session now stands for the lease
-        lease = session.leases.get(lease_id)
+    index, dram = state.index, state.dram
+    if index.native is not None and state.publishing is not None:
+        rows = index.take_rows(len(slots))
+        state.publishing.publish_each(index.native, request.namespace, request.hashes, rows, slots, above)
+    else:
+        slot_at, children_at = index.slot_at[Tier.DRAM], index.children_at[Tier.DRAM]
+        rows = index.add(request.namespace, request.hashes)
+        for row, parent, slot in zip(rows.tolist(), above.tolist(), slots.tolist(), strict=True):
+            index.link(row, parent)
+            slot_at[row] = slot
+            children_at[parent] += 1
+            dram.publish(slot, row)
+    dram.published(len(slots), state.spec(request.namespace).slot_units)
+
+
+def _lease_each(state: State, session: Session, request: CommitEach, slots: list[int]) -> None:
+    """Their counts in the session, which stood for reservations, stand for leases from now on."""
+    policies, inserted = list(state.policies.values()), state.policies[Tier.DRAM].inserted
+    leases_of, reserved = session.leases, session.reserved
+    for slot, generation, lease_id in zip(slots, request.generations.tolist(), request.leases, strict=True):
+        del reserved[slot]
+        lease = leases_of.get(lease_id)
         if lease is None:
-            lease = Lease(lease_id, session.id, "", (request.namespace,), [array("i")], [array("I")])
-            session.leases[lease_id] = lease
-        lease.slots[0].append(slot)
-        lease.generations[0].append(generation)
-        lease.granted = len(lease.slots[0])
+            leases_of[lease_id] = Lease(
+                lease_id, session.id, "", (request.namespace,), [array("i", (slot,))], [array("I", (generation,))], granted=1
+            )
+        else:
+            lease.slots[0].append(slot)
+            lease.generations[0].append(generation)
+            lease.granted = len(lease.slots[0])
         for policy in policies:
             policy.advance()  # each is an operation of its own
         inserted(slot)
+
+
+def _tell(state: State, request: CommitEach, slots: SlotIds) -> None:
     packed, parents = pack_hashes(request.hashes), pack_hashes(request.parents)
     state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, packed, parents)
     state.counters["committed"] += len(slots)
-    ids = np.array(slots, np.int32)
     if state.nvme is not None and state.sizes.nvme_write == "through":
-        state.to_write.add_many(ids)
+        state.to_write.add_many(slots)
     if state.verifies_hits:
-        state.to_sum.add_many(ids)
+        state.to_sum.add_many(slots)
 
 
 def release_each(state: State, request: ReleaseEach) -> list[int] | None:

@@ -250,15 +250,16 @@ class SlotTable:
             for extent, used in _counted(extents):
                 self.use_extents(extent, change * used)
 
-    def publish_each(self, slots: list[int], rows: list[int]) -> None:
-        """Reserved slots of one size are live now, with one lease each, and are these rows' blocks."""
-        state_at, holds_at, row_at, live = self.state_at, self.holds_at, self.row_at, int(SlotState.LIVE)
-        for slot, row in zip(slots, rows, strict=True):
-            state_at[slot] = live
-            holds_at[slot] += 1  # held before, as reserved, and held now
-            row_at[slot] = row
-        self._move_bytes(SlotState.RESERVED, SlotState.LIVE, len(slots) * self.slot_units_of(slots[0]) * UNIT_BYTES)
-        self.blocks += len(slots)
+    def publish(self, slot: int, row: int) -> None:
+        """A reserved slot is live now, with one lease, and has this row's block. `published` books the bytes."""
+        self.state_at[slot] = SlotState.LIVE
+        self.holds_at[slot] += 1  # held before, as reserved, and held now
+        self.row_at[slot] = row
+
+    def published(self, count: int, slot_units: int) -> None:
+        """Book so many reserved slots of one size as live and held."""
+        self._move_bytes(SlotState.RESERVED, SlotState.LIVE, count * slot_units * UNIT_BYTES)
+        self.blocks += count
 
     def free_many(self, slots: SlotIds, before: SlotState) -> None:
         """Give back many distinct slots of one size, which nobody holds, from this state."""

@@ -31,6 +31,7 @@ from kvstore.cache.scrub import Scrub
 from kvstore.cache.slotqueue import SlotQueue
 from kvstore.cache.slots import DIRTY, FEW_SLOTS, GONE_BELOW, QUEUED, SUM_QUEUED, UNSUMMED, WRONG, SlotIds, SlotState, SlotTable
 from kvstore.cache.story import Story
+from kvstore.native.publishing import TIER_ARRAYS, NativePublishing
 
 MIN_INDEX_BLOCKS = 65_536  # rows: some 7 MB when all are used
 INDEX_BYTES_PER_BLOCK = 32_768  # of the tiers, when the index is sized by itself: small models in blocks of 16 still fit
@@ -58,6 +59,15 @@ def extent_bytes_for(capacity_bytes: int) -> int:
     """An extent size for a tier: a 32nd of it in whole 2 MiB, between 2 MiB and 1 GiB. A block must fit into one."""
     step = 2 << 20  # a huge page
     return min(1 << 30, max(step, capacity_bytes // 32 // step * step))
+
+
+def _publishing(index: Index, dram: SlotTable) -> NativePublishing | None:
+    """The compiled way to publish many blocks; None without the library."""
+    if index.native is None:
+        return None
+    of_index = {"slot_of": index.slot[Tier.DRAM], "children": index.children[Tier.DRAM]}
+    arrays = of_index | {name: getattr(dram, name) for name in TIER_ARRAYS if name not in of_index}
+    return NativePublishing(arrays, dram.extent_units, SlotState.RESERVED, SlotState.LIVE)
 
 
 class State:
@@ -92,6 +102,7 @@ class State:
         self.verifies_hits = sizes.verify == "read"
         self.scrub = Scrub(self.index, self.tables, sizes.scrub_rest_s)
         self.transfer_ids = count(1)
+        self.publishing = _publishing(self.index, self.dram)
         self.to_write = SlotQueue(self.dram, DIRTY, QUEUED)
         self.to_sum = SlotQueue(self.dram, UNSUMMED, SUM_QUEUED)
         self.writes_paused_until = 0.0

@@ -66,21 +66,20 @@ class QuickLookups:
         """A connection is gone."""
         self._lines.discard(line)
 
-    def answer(self, namespace: int, epoch: bytes, hashes: bytes) -> bytes:
-        """One reply."""
-        began, code = time.monotonic(), "OK"
+    def answer(self, namespace: int, epoch: bytes, hashes: bytes) -> tuple[bytes, str]:
+        """One reply, and the status that it has."""
         try:
             tiers = self._look(namespace, epoch.decode("ascii", "replace").rstrip("\0"), hashes)
-            return REPLY.pack(0, len(tiers)) + tiers
+            return REPLY.pack(0, len(tiers)) + tiers, "OK"
         except errors.KVStoreError as error:
-            code = error.code
-            return _refusal(error)
+            return _refusal(error), error.code
         except Exception as error:  # a call's edge: a fault of ours must fail this call, not the daemon
             log.exception("lookup: unexpected")
-            code = errors.InternalFault.code
-            return _refusal(errors.InternalFault(f"{error!r}; please report it"))
-        finally:
-            self._meter.call_ended("Lookup", code, time.monotonic() - began)
+            return _refusal(errors.InternalFault(f"{error!r}; please report it")), errors.InternalFault.code
+
+    def answered(self, code: str, seconds: float) -> None:
+        """Count a call."""
+        self._meter.call_ended("Lookup", code, seconds)
 
 
 def _refusal(error: errors.KVStoreError) -> bytes:
@@ -114,18 +113,27 @@ class _Line(asyncio.Protocol):
             self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        if len(received) < REQUEST.size or self._transport is None:
+        whole: bytes | bytearray = data  # mostly one piece is one request, and is not copied
+        if self._received:
+            self._received += data
+            whole = self._received
+        if self._transport is None:
             return
-        magic, namespace, blocks, epoch = REQUEST.unpack_from(received)
-        end = REQUEST.size + HASH_BYTES * blocks
-        if magic != MAGIC or blocks > MAX_BLOCKS_PER_BATCH or len(received) > end:  # more than one request: others would wait for it
-            self.cut()
-        elif len(received) == end:
-            hashes = bytes(received[REQUEST.size :])
-            received.clear()
-            self._transport.write(self._lookups.answer(namespace, epoch, hashes))
+        if len(whole) >= REQUEST.size:
+            magic, namespace, blocks, epoch = REQUEST.unpack_from(whole)
+            end = REQUEST.size + HASH_BYTES * blocks
+            if magic != MAGIC or blocks > MAX_BLOCKS_PER_BATCH or len(whole) > end:  # more than one request: others would wait for it
+                self.cut()
+                return
+            if len(whole) == end:
+                began, hashes = time.monotonic(), bytes(whole[REQUEST.size :])
+                self._received.clear()
+                reply, code = self._lookups.answer(namespace, epoch, hashes)
+                self._transport.write(reply)
+                self._lookups.answered(code, time.monotonic() - began)  # after the answer: nobody waits for it
+                return
+        if whole is data:
+            self._received += data
 
     def cut(self) -> None:
         """End it now."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore import __version__, errors
 from kvstore.cache.core import TierFigures
-from kvstore.cache.messages import Refused
+from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH, Refused
 from kvstore.config import Settings
 from kvstore.daemon import wire
 from kvstore.daemon.byte_calls import ByteCalls, in_time
@@ -107,8 +107,15 @@ class Service(KVStoreServicer):
     def look(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes:
         """`Lookup` of one namespace for a caller on this machine: the tiers of the leading blocks that are here."""
         self._check_epoch(epoch)
+        if not hashes or len(hashes) > HASH_BYTES * MAX_BLOCKS_PER_BATCH or self._hub.pools is not None:
+            keys = wire.hashes_of(hashes)
+        else:
+            codes = self._hub.cache.leading(UNIX_TENANT, namespace_id, hashes)
+            if isinstance(codes, Refused):
+                raise wire.refusal(codes)
+            return codes
         dram, *pools = self._hub.caches()
-        found = dram.lookup(UNIX_TENANT, namespace_id, "", wire.hashes_of(hashes), pools)
+        found = dram.lookup(UNIX_TENANT, namespace_id, "", keys, pools)
         if isinstance(found, Refused):
             raise wire.refusal(found)
         return found.tiers[0][: found.blocks].tobytes()

@@ -1,4 +1,5 @@
-/* The index's inner loops: finding, adding and dropping rows. The arrays are numpy's, and belong to kvstore/cache/index.py.
+/* The index's inner loops: finding, adding and dropping rows, and publishing blocks. The arrays are numpy's, and belong to
+ * kvstore/cache/index.py and kvstore/cache/slots.py.
  *
  * A plain C library: nothing of Python's is used, so it needs no header of it and serves every version. Called with the interpreter's
  * lock held. Row 0 and slot 0 mean "none".
@@ -11,7 +12,7 @@
 /* Rises whenever something here or in the files beside it changes: an installation may have kept the library of an earlier version. As in library.py. */
 int32_t kvstore_version(void)
 {
-    return 5;
+    return 6;
 }
 
 #define MAX_TIERS 4
@@ -29,6 +30,7 @@ typedef struct {
     uint64_t mix, mask;
     int32_t shift, tiers;
     uint8_t in_flight; /* a flag: such a row stays */
+    uint8_t codes[MAX_TIERS]; /* what the tiers are called, the fastest first */
 } Index;
 
 static uint64_t home_of(const Index *ix, int32_t namespace_id, uint64_t word)
@@ -42,29 +44,53 @@ static int is_key(const Index *ix, int32_t row, int32_t namespace_id, const uint
     return ix->namespace_of[row] == namespace_id && at[0] == key[0] && at[1] == key[1] && at[2] == key[2] && at[3] == key[3];
 }
 
-/* found[i] becomes the row of keys[i], 0 where unknown. */
-void kvstore_find(const Index *ix, int32_t namespace_id, const uint64_t *keys, int64_t count, int32_t *found)
+/* found[i] becomes the row of keys[i], 0 where unknown; of AHEAD keys at most. */
+static void find_some(const Index *ix, int32_t namespace_id, const uint64_t *keys, int64_t count, int32_t *found)
 {
     uint64_t home[AHEAD];
+    for (int64_t i = 0; i < count; i++) {
+        home[i] = home_of(ix, namespace_id, keys[4 * i]);
+        __builtin_prefetch(ix->table + home[i]);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t row = ix->table[home[i]];
+        __builtin_prefetch(ix->hash + 4 * (size_t)row);
+        __builtin_prefetch(ix->namespace_of + row);
+        __builtin_prefetch(ix->slot[0] + row);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t at = home[i];
+        int32_t row;
+        while ((row = ix->table[at]) != 0 && !is_key(ix, row, namespace_id, keys + 4 * i))
+            at = (at + 1) & ix->mask;
+        found[i] = row;
+    }
+}
+
+/* The same of any number. */
+void kvstore_find(const Index *ix, int32_t namespace_id, const uint64_t *keys, int64_t count, int32_t *found)
+{
+    for (int64_t start = 0; start < count; start += AHEAD)
+        find_some(ix, namespace_id, keys + 4 * start, count - start < AHEAD ? count - start : AHEAD, found + start);
+}
+
+/* Answers how many leading keys have bytes in a tier; codes[i] becomes what the fastest one is called. */
+int64_t kvstore_leading(const Index *ix, int32_t namespace_id, const uint64_t *keys, int64_t count, uint8_t *codes)
+{
+    int32_t rows[AHEAD];
     for (int64_t start = 0; start < count; start += AHEAD) {
         const int64_t here = count - start < AHEAD ? count - start : AHEAD;
+        find_some(ix, namespace_id, keys + 4 * start, here, rows);
         for (int64_t i = 0; i < here; i++) {
-            home[i] = home_of(ix, namespace_id, keys[4 * (start + i)]);
-            __builtin_prefetch(ix->table + home[i]);
-        }
-        for (int64_t i = 0; i < here; i++) {
-            const int32_t row = ix->table[home[i]];
-            __builtin_prefetch(ix->hash + 4 * (size_t)row);
-            __builtin_prefetch(ix->namespace_of + row);
-        }
-        for (int64_t i = 0; i < here; i++) {
-            uint64_t at = home[i];
-            int32_t row;
-            while ((row = ix->table[at]) != 0 && !is_key(ix, row, namespace_id, keys + 4 * (start + i)))
-                at = (at + 1) & ix->mask;
-            found[start + i] = row;
+            int32_t tier = 0;
+            while (tier < ix->tiers && !(rows[i] && ix->slot[tier][rows[i]]))
+                tier++;
+            if (tier == ix->tiers)
+                return start + i;
+            codes[start + i] = ix->codes[tier];
         }
     }
+    return count;
 }
 
 /* Enter rows, whose hash and namespace are set and which are not in the table yet. */
@@ -150,76 +176,113 @@ int32_t kvstore_drop_empty(const Index *ix, const int32_t *rows, int64_t count, 
     return freed_count;
 }
 
-#define RECORD_WORDS 16 /* of 8 bytes; the last is the check */
+/* ---- publishing blocks */
 
-static uint64_t mixed(uint64_t word)
+typedef struct { /* a tier: what the index has of it by row, and its slots */
+    int32_t *slot_of, *children;
+    int32_t *row, *holds;
+    const uint32_t *generation;
+    uint8_t *state;
+    const int32_t *extent_slot_units, *extent_first;
+    uint32_t extent_units, extent_count;
+    uint8_t reserved, live;
+} Tier;
+
+/* The reserved slot of this size that begins at a unit, in this tenure; 0 where there is none. */
+static int32_t reserved_at(const Tier *tier, uint32_t unit, uint32_t generation, uint32_t slot_units)
 {
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u; /* SplitMix64's finaliser, as in tiers/record_codec.py */
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
-    return word ^ (word >> 31);
+    const uint32_t extent = unit / tier->extent_units, within = unit % tier->extent_units;
+    if (extent >= tier->extent_count || (uint32_t)tier->extent_slot_units[extent] != slot_units)
+        return 0;
+    if (within % slot_units || within + slot_units > tier->extent_units)
+        return 0;
+    const int32_t slot = tier->extent_first[extent] + (int32_t)(within / slot_units);
+    return tier->generation[slot] == generation && tier->state[slot] == tier->reserved ? slot : 0;
 }
 
-/* checks[i] becomes what the last word of record i must be. */
-void kvstore_record_checks(const uint64_t *records, int64_t count, uint64_t *checks)
+static void link_row(const Index *ix, int32_t row, int32_t parent)
+{
+    const int32_t head = ix->first_child[parent];
+    ix->parent[row] = parent;
+    ix->next_sibling[row] = head;
+    ix->previous_sibling[row] = 0;
+    if (head)
+        ix->previous_sibling[head] = row;
+    ix->first_child[parent] = row;
+}
+
+static void publish(const Index *ix, const Tier *tier, int32_t row, int32_t slot)
+{
+    tier->slot_of[row] = slot;
+    tier->children[ix->parent[row]]++;
+    tier->row[slot] = row;
+    tier->holds[slot]++; /* held before, as reserved, and held now */
+    tier->state[slot] = tier->live;
+}
+
+/* Whether blocks are new, below known parents, and in anonymous reserved slots. slots[i] and above[i] become what they are to be in and
+ * below. Whether a key or a slot is named twice is not looked at. */
+int32_t kvstore_look_each(
+    const Index *ix, const Tier *tier, int32_t namespace_id, uint32_t slot_units, const uint64_t *keys, const uint64_t *parents,
+    const uint32_t *units, const uint32_t *generations, int64_t count, int32_t *slots, int32_t *above)
+{
+    kvstore_find(ix, namespace_id, keys, count, slots);
+    kvstore_find(ix, namespace_id, parents, count, above);
+    for (int64_t i = 0; i < count; i++) {
+        if (slots[i] || !above[i])
+            return 0;
+        slots[i] = reserved_at(tier, units[i], generations[i], slot_units);
+        if (!slots[i] || tier->row[slots[i]])
+            return 0;
+    }
+    return 1;
+}
+
+/* After it: rows, which nothing uses, are the blocks' from now on. */
+void kvstore_publish_each(
+    const Index *ix, const Tier *tier, int32_t namespace_id, const uint64_t *keys, int64_t count, const int32_t *rows, const int32_t *slots,
+    const int32_t *above)
 {
     for (int64_t i = 0; i < count; i++) {
-        const uint64_t *words = records + RECORD_WORDS * i;
-        uint64_t sum = 0;
-        for (uint64_t place = 1; place < RECORD_WORDS; place++)
-            sum += mixed(words[place - 1] + place * SPREAD);
-        checks[i] = mixed(sum);
+        memcpy(ix->hash + 4 * (size_t)rows[i], keys + 4 * i, 4 * sizeof *keys);
+        ix->namespace_of[rows[i]] = namespace_id;
+    }
+    kvstore_enter(ix, rows, count);
+    for (int64_t i = 0; i < count; i++) {
+        link_row(ix, rows[i], above[i]);
+        publish(ix, tier, rows[i], slots[i]);
     }
 }
 
-/* Enter words into a table of mask + 1 places, at most half full, of which zeros are empty. first[i] says whether a word was not there
- * before. `seed` is secret: words may come from clients. Answers how many were new. */
-int64_t kvstore_note_words(const uint64_t *words, int64_t count, uint64_t *table, uint64_t mask, uint64_t seed, uint8_t *first)
+/* Whether the blocks of a chain are those that distinct reserved slots were reserved for by name, none of them linked to others yet, and
+ * the hash before the first none of theirs. slots[i] and rows[i] become theirs. */
+int32_t kvstore_look_chain(
+    const Index *ix, const Tier *tier, int32_t namespace_id, uint32_t slot_units, const uint64_t *keys, const uint64_t *before,
+    const uint32_t *units, const uint32_t *generations, int64_t count, int32_t *slots, int32_t *rows)
 {
-    uint64_t home[AHEAD];
-    int64_t added = 0;
-    for (int64_t start = 0; start < count; start += AHEAD) {
-        const int64_t here = count - start < AHEAD ? count - start : AHEAD;
-        for (int64_t i = 0; i < here; i++) {
-            home[i] = mixed(words[start + i] ^ seed) & mask;
-            __builtin_prefetch(table + home[i], 1);
-        }
-        for (int64_t i = 0; i < here; i++) {
-            const uint64_t word = words[start + i] ? words[start + i] : seed; /* none is 0 in the table */
-            uint64_t at = home[i];
-            while (table[at] != 0 && table[at] != word)
-                at = (at + 1) & mask;
-            first[start + i] = table[at] == 0;
-            added += table[at] == 0;
-            table[at] = word;
-        }
+    int64_t marked = 0;
+    kvstore_find(ix, namespace_id, keys, count, rows);
+    for (; marked < count; marked++) {
+        const int32_t row = rows[marked], slot = reserved_at(tier, units[marked], generations[marked], slot_units);
+        if (!row || !slot || tier->row[slot] != row || ix->parent[row] || ix->first_child[row])
+            break;
+        if (!(ix->flags[row] & ix->in_flight) || !memcmp(keys + 4 * marked, before, 4 * sizeof *keys))
+            break;
+        ix->flags[row] &= (uint8_t)~ix->in_flight; /* so that one that comes again is seen */
+        slots[marked] = slot;
     }
-    return added;
+    for (int64_t i = 0; i < marked; i++)
+        ix->flags[rows[i]] |= ix->in_flight;
+    return marked == count;
 }
 
-typedef struct { /* as in tiers/record_codec.py */
-    uint32_t magic, state, namespace_number, slot_units;
-    uint64_t hash[4], parent[4];
-    uint32_t units, generation;
-    uint64_t block_bytes, checksum[2], sequence, check;
-} Record;
-
-/* The fields of those records that `order` names, each into an array of its own. */
-void kvstore_take_records(
-    const Record *records, const int64_t *order, int64_t count, uint32_t *namespaces, uint64_t *hashes, uint64_t *parents, uint32_t *units,
-    uint32_t *generations, uint64_t *block_bytes, uint64_t *checksums)
+/* After it: the blocks are there from now on, below the row above. `clears` are flags that they lose. */
+void kvstore_publish_chain(
+    const Index *ix, const Tier *tier, uint8_t clears, int64_t count, const int32_t *rows, const int32_t *slots, int32_t above)
 {
     for (int64_t i = 0; i < count; i++) {
-        const Record *record = records + order[i];
-        if (i + 8 < count) {
-            __builtin_prefetch(records + order[i + 8]);
-            __builtin_prefetch((const char *)(records + order[i + 8]) + 64);
-        }
-        namespaces[i] = record->namespace_number;
-        memcpy(hashes + 4 * i, record->hash, sizeof record->hash);
-        memcpy(parents + 4 * i, record->parent, sizeof record->parent);
-        units[i] = record->units;
-        generations[i] = record->generation;
-        block_bytes[i] = record->block_bytes;
-        memcpy(checksums + 2 * i, record->checksum, sizeof record->checksum);
+        ix->flags[rows[i]] &= (uint8_t)~clears;
+        link_row(ix, rows[i], i ? rows[i - 1] : above);
+        publish(ix, tier, rows[i], slots[i]);
     }
 }

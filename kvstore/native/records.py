@@ -1,4 +1,4 @@
-"""Loops over many records of a disk in C; see core.c. Their twins in numpy are here, and in tiers/record_codec.py."""
+"""Loops over many records of a disk in C; see records.c. Their twins in numpy are here, and in tiers/record_codec.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.native.library import address, library
 
-RECORD_WORDS = 16  # words of 8 bytes: as in core.c
+RECORD_WORDS = 16  # words of 8 bytes: as in records.c
 
 Words = NDArray[np.uint64]
 
@@ -29,7 +29,7 @@ def record_checks(words: Words) -> Words | None:
 
 
 def take_fields(records: NDArray[np.void], order: NDArray[np.int64], fields: tuple[str, ...]) -> list[NDArray[Any]]:
-    """These fields of the records that `order` names, each as an array. `fields` are as in core.c: all that say what a block is."""
+    """These fields of the records that `order` names, each as an array. `fields` are as in records.c: all that say what a block is."""
     found = library()
     if found is None:
         return [records[field][order] for field in fields]

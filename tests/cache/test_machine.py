@@ -35,7 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world = World(Cache(sizes(**changes)))
         self.cache = self.world.cache
         if not self.compiled:
-            self.cache.state.index._native = None
+            self.cache.state.index.native = None
         self.world.attach(0, 0, 0)
 
     def _client(self, seed: int) -> Client | None:

@@ -155,7 +155,7 @@ def test_what_is_evicted_is_no_donor_and_its_ids_are_gone() -> None:
 def test_a_chain_that_is_pushed_out_at_once_leaves_no_ids(compiled: bool) -> None:
     bench = Bench(blocks=16)
     if not compiled:
-        bench.cache.state.index._native = None
+        bench.cache.state.index.native = None
     bench.put(list(range(16 * SIZE)))
     slots = bench.cache.reserve(Reserve(1, 2, 1, 10))
     assert isinstance(slots, Reserved)

@@ -14,6 +14,7 @@ from kvstore.clients.session import (
     MAX_OPS_PER_BATCH,
     MAX_TOKENS_PER_BATCH,
     Answered,
+    AnsweredAll,
     Opened,
     Over,
     Session,
@@ -163,23 +164,25 @@ def test_packed_answers_find_their_operations() -> None:
     number = sent_batch(session).number
     stored = pb.EachReply(outcomes=bytes([2, 3, 2, 2]), units=words(0, 7, 0, 0), generations=words(0, 9, 0, 0))
     part = pb.BatchReply(number=number, replies=[pb.OpReply(each=stored)])
-    events = session.receive(server(reply=part))
-    answers = [event.answer for event in events if isinstance(event, Answered) and isinstance(event.answer, Slotted)]
-    assert [event.ticket for event in events if isinstance(event, Answered)] == tickets[:4]
-    told = [(each.outcomes.tolist(), each.units.tolist(), each.generations.tolist()) for each in answers[:2]]
-    assert told == [([2], [0], [0]), ([3], [7], [9])]
+    (event,) = session.receive(server(reply=part))
+    assert isinstance(event, AnsweredAll)
+    assert list(event.tickets) == tickets[:4]
+    told = [(each.outcomes.tolist(), each.units.tolist(), each.generations.tolist()) for each in event.answers if isinstance(each, Slotted)]
+    assert told[:2] == [([2], [0], [0]), ([3], [7], [9])]
     counts = pb.OpReply(each=pb.EachReply(counts=words(1, 0, 2, 1)))
     tail = pb.OpReply(done=pb.Done(count=3))
-    events = session.receive(server(reply=pb.BatchReply(number=number, first_op=1, replies=[counts, tail])))
-    assert events == [Answered(ticket, Finished(count)) for ticket, count in zip(tickets[4:], (1, 0, 2, 1, 3), strict=True)]
+    all_of, last = session.receive(server(reply=pb.BatchReply(number=number, first_op=1, replies=[counts, tail])))
+    assert all_of == AnsweredAll(tickets[4:8], [Finished(count) for count in (1, 0, 2, 1)])
+    assert last == Answered(tickets[8], Finished(3))
     one_by_one = pb.EachReply(replies=[tail, pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: no")), tail, tail])
     whole = pb.OpReply(error=pb.Error(code="NOT_FOUND", text="NotFound: no"))
     few = pb.OpReply(each=pb.EachReply(counts=words(1, 1)))
     for reply, failed in ((pb.OpReply(each=one_by_one), [1]), (whole, [0, 1, 2, 3]), (few, [0, 1, 2, 3])):
         session.submit([requests.release(number) for number in range(1, 5)])
-        events = session.receive(server(reply=pb.BatchReply(number=sent_batch(session).number, replies=[reply])))
-        assert [n for n, event in enumerate(events) if isinstance(event, Answered) and isinstance(event.answer, Failed)] == failed
-        assert len(events) == 4
+        (event,) = session.receive(server(reply=pb.BatchReply(number=sent_batch(session).number, replies=[reply])))
+        assert isinstance(event, AnsweredAll)
+        assert [n for n, answer in enumerate(event.answers) if isinstance(answer, Failed)] == failed
+        assert len(event.answers) == 4
 
 
 def test_the_end_of_a_session_fails_every_packed_operation() -> None:

@@ -150,3 +150,23 @@ def test_a_restart_is_seen_by_who_was_connected(tmp_path: Path) -> None:
         assert not os.path.exists(daemon.address + SUFFIX)
         with pytest.raises(errors.Unavailable):
             client.lookup(space, hashes)
+
+
+def test_an_answer_that_does_not_come_is_an_error_in_time(tmp_path: Path) -> None:
+    """From who is new there and from who was; the late answer is nobody's."""
+    lookups = ours.QuickLookups(f"unix:{tmp_path / 's'}")
+    asked = pb.LookupRequest(namespace_id=1, epoch="e", hashes=bytes(32))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s") + SUFFIX)
+        listener.listen(4)
+        with pytest.raises(errors.DeadlineExceeded):
+            lookups.ask(asked, 0.05)
+        silent, _ = listener.accept()
+        answered = threading.Thread(target=lambda: listener.accept()[0].sendall(REPLY.pack(0, 1) + b"\1"))
+        answered.start()
+        reply = lookups.ask(asked, TIMEOUT_S)
+        assert reply is not None
+        assert reply.blocks == 1
+        answered.join(TIMEOUT_S)
+        silent.close()
+        lookups.close()

@@ -34,7 +34,7 @@ def some_hashes(chance: random.Random, count: int) -> Hashes:
 
 
 def plain(index: Index) -> Index:
-    index._native = None
+    index.native = None
     return index
 
 
