@@ -10,10 +10,10 @@ from tests.engines.engine import Engine, connector
 from tests.engines.prompts import prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
-PAIRS = 20
+PAIRS = 12
 PROMPT_TOKENS = 520  # four full blocks to store, and a little
 MOST_RATIO = 1.03  # of a cold time to first token, with the store over without
-TRIES = 3  # on a machine that does other things the medians of twenty still move by a few percent
+TRIES = 3  # on a machine that does other things the medians of twelve still move by a few percent
 
 
 def test_a_cold_prompt_costs_hardly_more_with_the_store(daemon: DaemonProcess, model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A short siege: some twenty thousand messages. A long one is `python -m tests.hostile --messages 1000000`."""
+"""A short siege: some ten thousand messages. A long one is `python -m tests.hostile --messages 1000000`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostile import siege
 
-MESSAGES = 20_000
+MESSAGES = 10_000
 MOST_GROWTH_BYTES = 16 << 20  # 16 MiB: arrays that are touched for the first time, and what allocators keep
 SLOWEST_S = 10.0  # seconds for a round of the bystander's five calls, on a machine that does other things
 
