@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,18 @@ from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern
 from tests.cases.children import Child
 
 WAIT_S = 20.0  # seconds: far beyond what a loaded machine takes
+TRIES = 3  # times that a session is asked for
 GPUS = 2  # GPUs that this process sees
 
 Bytes = NDArray[np.uint8]
+
+
+def patiently(attach: Callable[[], BlockSession]) -> BlockSession:
+    """A session with a daemon that is there. On a machine where nobody gets to run for 20 s gRPC gives a connection up."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(errors.Unavailable, errors.DeadlineExceeded):
+            return attach()
+    return attach()
 
 
 class GpuUser:
@@ -39,7 +49,7 @@ class GpuUser:
         self.driver = FakeCuda(devices=GPUS)
         request = requests.open_namespace(IDENTITY, GEOMETRY, "", "", requests.KEEP_ALL)
         hello = requests.hello(f"user of {gpu}", 0, 0, terms or [PoolTerms(f"gpu-{number}") for number in range(GPUS)])
-        self.session = BlockSession(target(address), GEOMETRY, request, hello)
+        self.session = patiently(lambda: BlockSession(target(address), GEOMETRY, request, hello))
         self._gpu = gpu
         self._leases: set[int] = set()
         if map_it:
