@@ -32,9 +32,9 @@ static PassFunction pass_of(int32_t isa, int32_t dtype)
 EXPORTED int32_t kv_cpu_version(void) { return VERSION; }
 
 /* The sizes of the structures that the launcher fills, to be compared with its own. */
-EXPORTED void kv_cpu_sizes(int32_t sizes[4])
+EXPORTED void kv_cpu_sizes(int32_t sizes[5])
 {
-    sizes[0] = sizeof(Layout), sizes[1] = sizeof(Rows), sizes[2] = sizeof(Decode), sizes[3] = sizeof(Write);
+    sizes[0] = sizeof(Layout), sizes[1] = sizeof(Rows), sizes[2] = sizeof(Decode), sizes[3] = sizeof(Write), sizes[4] = sizeof(Prefill);
 }
 
 /* Whether this processor has an instruction set. */
@@ -197,6 +197,12 @@ EXPORTED int32_t kv_cpu_decode(const Layout *layout, const Rows *rows, const Dec
     const int64_t worth = tokens * layout->kv_heads * (layout->key_token_bytes + layout->value_token_bytes) / WORTH_BYTES;
     pool_run(run_unit, &work, units, worth < rows->threads ? (int)worth : rows->threads);
     return 0;
+}
+
+/* Attention of the new tokens of one sequence. Returns 0, or -1 where this processor or this layout is not served. */
+EXPORTED int32_t kv_cpu_prefill(const Layout *layout, const Prefill *prefill, int32_t threads)
+{
+    return kv_cpu_has(AVX512_BF16) ? avx512_bf16_prefill(layout, prefill, threads) : -1;
 }
 
 /* Copies new tokens' K and V into their slots. */

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define VERSION 2 /* rises whenever something here changes; as in library.py */
+#define VERSION 3 /* rises whenever something here changes; as in library.py */
 
 enum { FLOAT32, FLOAT16, BFLOAT16, DTYPES };
 enum { ANY, PLAIN, AVX2, AVX512, AVX512_BF16, ISAS }; /* instruction sets, the later the better */
@@ -57,6 +57,17 @@ typedef struct {
     float scale, softcap;
 } Decode;
 
+/* One layer's attention of `count` new tokens of one sequence, whose K and V are in its slots; `start` tokens come before them. */
+typedef struct {
+    const uint64_t *table; /* addresses of the sequence's slots */
+    const void *q;
+    void *out;
+    int64_t q_row_bytes, q_head_bytes, out_row_bytes, out_head_bytes;
+    const float *sinks; /* a logit for each query head, or NULL */
+    int32_t layer, window, start, count;
+    float scale, softcap;
+} Prefill;
+
 /* One layer's new K or V of `count` tokens: token i is number i % inner of sequence i / inner. */
 typedef struct {
     const uint64_t *slots;
@@ -82,6 +93,9 @@ typedef void (*PassFunction)(const Pass *);
 
 /* The passes of an instruction set, by dtype. */
 extern const PassFunction plain_passes[DTYPES], avx2_passes[DTYPES], avx512_passes[DTYPES], avx512_bf16_pass;
+
+/* Answers -1 for what it does not do: other types than bfloat16, wider heads. */
+int32_t avx512_bf16_prefill(const Layout *layout, const Prefill *prefill, int32_t threads);
 
 /* Query heads of one part, and how many parts a KV head's queries make. */
 static inline int group_of(const Layout *layout) { return layout->q_heads / layout->kv_heads; }

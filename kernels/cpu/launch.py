@@ -20,7 +20,7 @@ from kvstore.dtypes import item_bytes
 from kvstore.errors import ConfigError, GeometryError, InvalidArgument
 from kvstore.geometry import UNIT_BYTES, Geometry
 from kvstore.kernels.cpu.library import ISAS, available, find
-from kvstore.kernels.cpu.structs import Decode, Layout, Rows, Write
+from kvstore.kernels.cpu.structs import Decode, Layout, Prefill, Rows, Write
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # as attention.h numbers them
 MAX_DIM = 2048  # values of a key: the kernels keep four heads' queries in 32 KiB
@@ -94,6 +94,13 @@ class CpuAttention:
         """
         return Writing(self, slots, places, batch)
 
+    def prompt(self, table: Addresses, start: int, count: int) -> Prompt:
+        """Several new tokens of one sequence, of which `start` tokens come before them; `table` as in `reading`.
+
+        Raises InvalidArgument where the table is too short.
+        """
+        return Prompt(self, table, start, count)
+
     def scratch(self, floats: int) -> NDArray[np.float32]:
         """Memory that the next calls may use. It grows, and is used again by every step."""
         if floats > len(self._scratch):
@@ -160,6 +167,52 @@ class Reading:
         decode.out_row_bytes, decode.out_head_bytes = out_strides or (self._out_bytes * kernel.q_heads, self._out_bytes)
         if self._call(*self._where):
             raise ConfigError("the instruction set that was chosen is not here; leave isa empty")
+
+
+class Prompt:
+    """New tokens of one sequence, more than one, that attend together. Made by `CpuAttention.prompt`."""
+
+    def __init__(self, kernel: CpuAttention, table: Addresses, start: int, count: int) -> None:
+        self.kernel, self._table = kernel, table
+        size = int(kernel.layout.block_tokens)
+        if table.dtype != np.uint64 or table.strides != (8,):
+            raise InvalidArgument("a table of slots is a contiguous array of uint64; make it with slot_addresses")
+        if start < 0 or count < 1 or not start + count <= min(len(table) * size, MAX_TOKENS):
+            raise InvalidArgument(f"tokens {start} to {start + count} of a table of {len(table)} blocks of {size}; add its blocks")
+        self._prefill = Prefill(_address(table))
+        self._prefill.start, self._prefill.count = start, count
+        self._where = ctypes.addressof(kernel.layout), ctypes.addressof(self._prefill)
+        assert kernel.library is not None
+        self._call = kernel.library.kv_cpu_prefill
+
+    def attend(
+        self,
+        layer: int,
+        q: int,
+        out: int,
+        *,
+        scale: float,
+        q_strides: tuple[int, int],
+        out_strides: tuple[int, int],
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: int = 0,
+    ) -> bool:
+        """Causal attention of the new tokens over those of one layer up to each, whose K and V must have been written.
+
+        q, out   addresses of the queries and the results; strides are bytes from token to token and from head to head, values of a
+                 head lie together. The rest is as in `Reading.decode`.
+        False, with nothing done, where it is not served: other types than bfloat16, processors without its products, keys or values of
+        more than 256 numbers (or values of no whole multiple of 16). Raises InvalidArgument as `decode` does.
+        """
+        kernel, prefill = self.kernel, self._prefill
+        if not 0 <= layer < kernel.geometry.layers or window < 0 or softcap < 0:
+            raise InvalidArgument(f"layer {layer} of {kernel.geometry.layers}, window {window}, softcap {softcap}: give others")
+        prefill.q, prefill.out, prefill.sinks = q, out, sinks
+        prefill.layer, prefill.window, prefill.scale, prefill.softcap = layer, window, scale, softcap
+        prefill.q_row_bytes, prefill.q_head_bytes = q_strides
+        prefill.out_row_bytes, prefill.out_head_bytes = out_strides
+        return not self._call(*self._where, kernel.threads)
 
 
 class Writing:

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 from kvstore.errors import ConfigError
-from kvstore.kernels.cpu.structs import Decode, Layout, Rows, Write
+from kvstore.kernels.cpu.structs import Decode, Layout, Prefill, Rows, Write
 from kvstore.native.library import SWITCH
 
-VERSION = 2  # of attention.h: rises whenever something there changes
+VERSION = 3  # of attention.h: rises whenever something there changes
 ISAS = {"": 0, "plain": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}  # instruction sets as attention.h numbers them; "" is the best
 NAME = "_native*.so"
 
@@ -25,13 +25,14 @@ def load(path: Path) -> ctypes.CDLL:
         raise ConfigError(f"{path.name} cannot be loaded: {error}; install kvstore anew on this machine") from error
     if version != VERSION:
         raise ConfigError(f"{path.name} is of version {version}, needed is {VERSION}; install kvstore anew")
-    sizes = (ctypes.c_int32 * 4)()
+    sizes = (ctypes.c_int32 * 5)()
     found.kv_cpu_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(each) for each in (Layout, Rows, Decode, Write)]:
+    if list(sizes) != [ctypes.sizeof(each) for each in (Layout, Rows, Decode, Write, Prefill)]:
         raise ConfigError(f"{path.name} lays out its arguments otherwise; install kvstore anew on this machine")
     found.kv_cpu_scratch.restype = ctypes.c_int64
     for function in (found.kv_cpu_decode, found.kv_cpu_write, found.kv_cpu_scratch):
         function.argtypes = [ctypes.c_void_p] * (2 if function is not found.kv_cpu_decode else 3)
+    found.kv_cpu_prefill.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
     return found
 
 

@@ -40,6 +40,18 @@ class Decode(ctypes.Structure):
     ]
 
 
+class Prefill(ctypes.Structure):
+    """One layer's attention of the new tokens of one sequence."""
+
+    _fields_ = [
+        *((name, Address) for name in ("table", "q", "out")),
+        *((name, ctypes.c_int64) for name in ("q_row_bytes", "q_head_bytes", "out_row_bytes", "out_head_bytes")),
+        ("sinks", Address),
+        *((name, ctypes.c_int32) for name in ("layer", "window", "start", "count")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    ]
+
+
 class Write(ctypes.Structure):
     """One layer's new K and V."""
 

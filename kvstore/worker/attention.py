@@ -237,7 +237,9 @@ def paged_attention(
     for span in paged_step.spans:
         if id(span) not in done:
             new = query[:, :, span.tokens]
-            out = _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))
+            out = _by_kernel(layer, kernels, span, new[0])
+            if out is None:
+                out = _attend(layer, span, new, *paged_step.read(layer.index, span, window, keys, values))
             if len(paged_step.spans) == 1:
                 return out, None
             parts.append((span.tokens, out[0], [span]))
@@ -272,6 +274,14 @@ def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tenso
 def _by_kernels(layer: Layer, kernels: KernelStep, query: Tensor) -> Parts:
     """Attention of the single new tokens by the kernels: query [q_heads, token, dim] of the whole step."""
     return [(kernels.at, _decoded(layer, kernels, query), cast(Sequence[Span], kernels.rows))] if kernels.rows else []
+
+
+def _by_kernel(layer: Layer, kernels: KernelStep | None, span: Span, query: Tensor) -> Tensor | None:
+    """Attention of one sequence's several new tokens by the kernels, as `_attend` has it; None where those do not."""
+    if kernels is None or span.own is not None or layer.is_latent:
+        return None
+    out = kernels.attend(layer.index, span, query, layer.scaling, layer.window, layer.softcap, layer.sinks)
+    return None if out is None else out[None]
 
 
 def _decoded(layer: Layer, kernels: KernelStep, query: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Options:
 
     patience_s   how long a sequence may wait for slots that only other workers hold, before it fails. 0: not at all
     keep_logits  a completion keeps the logits of its first token
-    native       single new tokens attend through the CPU kernels where there are any: faster, and not to the last bit as torch does
+    native       new tokens attend through the CPU kernels where those serve them: faster, and not to the last bit as torch does
     gpu          where the model and the store's blocks are, if not in the host's memory
     """
 

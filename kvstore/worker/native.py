@@ -1,5 +1,6 @@
-"""The CPU kernels under a step: all single new tokens attend in one call a layer, over K and V where they lie; all new K and V are
-written in another. Their sums are in another order than torch's, so results differ in the last bits."""
+"""The CPU kernels under a step: all single new tokens attend in one call a layer, over K and V where they lie; a prompt's in one call each
+where the processor multiplies bfloat16; all new K and V are written in another. Their sums are in another order than torch's, so results
+differ in the last bits."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvstore.geometry import Geometry
-from kvstore.kernels.cpu import CpuAttention, Strides, available
+from kvstore.kernels.cpu import CpuAttention, Prompt, Strides, available
 from kvstore.worker.rows import BlockTable, RowLayout
 
 
@@ -42,6 +43,11 @@ class KernelStep(Protocol):
 
     def decode(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """Attention of the rows."""
+
+    def attend(
+        self, layer: int, part: Part, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor | None:
+        """Attention of a part with several new tokens, or None where torch is to do it."""
 
 
 class Kernels(Protocol):
@@ -88,6 +94,7 @@ class NativeStep:
         self.rows = rows
         self._kernel = kernel
         self._writing = kernel.writing(*_targets(parts), batch=1)
+        self._prompts: dict[int, Prompt | None] = {}  # by where a part is in the step; None: not served
         self._reading = kernel.reading([row.table.slots for row in rows], [row.start + 1 for row in rows]) if rows else None
         places = [row.at for row in rows]
         self.at = torch.tensor(places)
@@ -110,6 +117,28 @@ class NativeStep:
             sinks=logits.data_ptr() if logits is not None else 0, q_strides=(query.stride(1) * width, query.stride(0) * width),
         )  # fmt: skip
         return out
+
+    def attend(
+        self, layer: int, part: Part, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor | None:
+        """Attention of a part: query [q_heads, its new tokens, dim]. Returns [its new tokens, q_heads, value dim], or None: see Kernels."""
+        if part.at not in self._prompts:
+            self._prompts[part.at] = self._kernel.prompt(part.table.slots, part.start, part.count)
+        prompt = self._prompts[part.at]
+        if prompt is None:
+            return None
+        query = _rows_together(query)
+        width = query.element_size()
+        out = query.new_empty((query.shape[1], query.shape[0], self._kernel.value_dim))
+        logits = sinks.float().contiguous() if sinks is not None else None
+        done = prompt.attend(
+            layer, query.data_ptr(), out.data_ptr(), scale=scale, window=window or 0, softcap=softcap or 0.0,
+            sinks=logits.data_ptr() if logits is not None else 0, q_strides=(query.stride(1) * width, query.stride(0) * width),
+            out_strides=(out.stride(0) * width, out.stride(1) * width),
+        )  # fmt: skip
+        if not done:
+            self._prompts[part.at] = None
+        return out if done else None
 
     def queries(self, query: Tensor) -> Tensor:
         """The rows' queries of a step's [q_heads, token, dim]: [q_heads, row, dim], without a copy where they are next to each other."""

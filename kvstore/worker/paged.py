@@ -49,7 +49,7 @@ class Hold:
 class PagedCache:
     """Sequences over one store. One thread calls it; `close` ends what is left and leaves the store open.
 
-    native    single new tokens attend through the CPU kernels, where there are any: faster, and not torch's last bits
+    native    new tokens attend through the CPU kernels, where those serve them: faster, and not torch's last bits
     gpu       where the store's blocks lie, if not in the host's memory: the CUDA kernels attend there
     """
 

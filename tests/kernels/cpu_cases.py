@@ -37,13 +37,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Anything that the kernels take."""
+def cases(draw: st.DrawFn, only: str = "") -> Case:
+    """Anything that the kernels take, or what they do of one dtype."""
 
     def pick(*choices: Any) -> Any:
         return draw(st.sampled_from(choices))
 
-    dtype, tokens, layers = pick(*sorted(RAW)), pick(*BLOCKS), draw(st.integers(1, 3))
+    dtype, tokens, layers = only or pick(*sorted(RAW)), pick(*BLOCKS), draw(st.integers(1, 3))
     if pick(False, False, False, True):
         latent, rope = pick((512, 64), (512, 64), (40, 8))
         geometry = Geometry.mla(layers=layers, latent_dim=latent, rope_dim=rope, dtype=dtype, block_tokens=tokens)
@@ -123,21 +123,39 @@ class World:
 
     def expected(self) -> Exact:
         """[row, q_head, value_dim] in float64."""
-        case, q = self.case, decode(self.q, self.case.geometry.dtype)
-        out = np.zeros((*q.shape[:2], self.dims[1]))
+        q = decode(self.q, self.case.geometry.dtype)
+        return np.array([self.expected_of(row, length, q[row]) for row, length in enumerate(self.case.lengths)])
+
+    def expected_of(self, row: int, length: int, q: Exact) -> Exact:
+        """[q_head, value_dim] in float64 of a query [q_head, key_dim] that sees a row's first `length` tokens."""
+        case = self.case
+        out = np.zeros((case.q_heads, self.dims[1]))
         group = case.q_heads // max(case.geometry.kv_heads, 1)
-        for row, length in enumerate(case.lengths):
-            begin = max(0, length - case.window) if case.window else 0
-            for head in range(case.q_heads if length else 0):
-                keys, values = self.keys[row][head // group, begin:], self.values[row][head // group, begin:]
-                scores = keys @ q[row, head] * self.scale
-                if case.softcap:
-                    scores = case.softcap * np.tanh(scores / case.softcap)
-                sinks = [float(self.sinks[head])] if case.sinks else []
-                top = max(scores.max(), *sinks, scores.max())
-                weights = np.exp(scores - top)
-                out[row, head] = weights @ values / (weights.sum() + sum(np.exp(sink - top) for sink in sinks))
+        begin = max(0, length - case.window) if case.window else 0
+        for head in range(case.q_heads if length else 0):
+            keys, values = self.keys[row][head // group, begin:length], self.values[row][head // group, begin:length]
+            scores = keys @ q[head] * self.scale
+            if case.softcap:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            sinks = [float(self.sinks[head])] if case.sinks else []
+            top = max(scores.max(), *sinks, scores.max())
+            weights = np.exp(scores - top)
+            out[head] = weights @ values / (weights.sum() + sum(np.exp(sink - top) for sink in sinks))
         return out
+
+    def prompt(self, library: Any, row: int, start: int, q: Raw, threads: int) -> Raw | None:
+        """What the kernel makes of a row's tokens from `start` on, together; None where it does not serve them."""
+        case = self.case
+        kernel = CpuAttention(case.geometry, case.q_heads, threads=threads, library=library)
+        strange = np.ascontiguousarray(q.transpose(1, 0, 2))  # heads apart, as a model's are
+        out = np.full((len(q), case.q_heads, self.dims[1]), 0x7E7E, RAW[case.geometry.dtype])
+        done = kernel.prompt(self.tables[row], start, len(q)).attend(
+            case.layer, strange.ctypes.data, out.ctypes.data, scale=self.scale, window=case.window, softcap=case.softcap,
+            sinks=self.sinks.ctypes.data if case.sinks else 0, q_strides=(strange.strides[1], strange.strides[0]),
+            out_strides=(out.strides[0], out.strides[1]),
+        )  # fmt: skip
+        assert done or (out == 0x7E7E).all()
+        return out if done else None
 
     def decode(self, library: Any, isa: str, threads: int, rows: Sequence[int] = ()) -> Raw:
         """What the kernel makes of these rows, or all."""
@@ -161,6 +179,33 @@ def check_decode(case: Case, isa: str, library: Any = None) -> None:
     assert not wrong.any(), f"{isa}: {case}: {wrong.sum()} of {wrong.size} wrong, first at {np.argwhere(wrong)[0]}"
     alone = np.concatenate([world.decode(library, isa, 1, [row]) for row in range(len(case.lengths))])
     assert (alone == out).all(), f"{isa}: {case}: another result with one thread, row by row"
+
+
+def check_prompt(case: Case, library: Any = None) -> bool:
+    """Several new tokens of each row attend as each would alone, and the same wherever the prompt is cut. Raises AssertionError.
+
+    False where the kernel does not serve this case, having touched nothing.
+    """
+    world, served = World(case), True
+    geometry, rng = case.geometry, np.random.default_rng(case.seed + 1)
+    for row, length in enumerate(case.lengths):
+        if not length:
+            continue
+        start, later = sorted(rng.integers(0, length, 2).tolist())
+        q = encode(3 * rng.normal(size=(length - start, case.q_heads, world.dims[0])), geometry.dtype)
+        out = world.prompt(library, row, start, q, case.threads)
+        if out is None:
+            served = False
+            continue
+        exact = decode(q, geometry.dtype)
+        wanted = np.array([world.expected_of(row, start + i + 1, exact[i]) for i in range(length - start)])
+        near = 2 * allowed_error(wanted, geometry.dtype)  # the weights are rounded to bfloat16 too
+        wrong = ~(np.abs(decode(out, geometry.dtype) - wanted) <= near)
+        assert not wrong.any(), f"{case}: row {row} from {start}: {wrong.sum()} of {wrong.size} wrong, first at {np.argwhere(wrong)[0]}"
+        again = world.prompt(library, row, later, q[later - start :], 1)
+        assert again is not None
+        assert (again == out[later - start :]).all(), f"{case}: row {row}: another result from {later} than from {start}"
+    return served
 
 
 def check_write(case: Case, library: Any = None) -> None:

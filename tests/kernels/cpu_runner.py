@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from kvstore.kernels.cpu.library import instruction_sets, load
-from tests.kernels.cpu_cases import Case, cases, check_decode, check_write
+from tests.kernels.cpu_cases import Case, cases, check_decode, check_prompt, check_write
 
 SOURCES = Path(__file__).resolve().parent.parent.parent / "kernels" / "cpu"
 FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-pthread")
@@ -58,6 +58,7 @@ def main() -> int:
     @given(cases())
     def check(case: Case) -> None:
         check_write(case, library)
+        check_prompt(case, library)
         for isa in isas:
             check_decode(case, isa, library)
 

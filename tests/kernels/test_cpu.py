@@ -21,7 +21,7 @@ from kvstore.geometry import Geometry, Quant
 from kvstore.kernels.cpu import CpuAttention, available, instruction_sets, slot_addresses
 from kvstore.kernels.cpu import library as finding
 from kvstore.native.library import SWITCH
-from tests.kernels.cpu_cases import Case, World, cases, check_decode, check_write
+from tests.kernels.cpu_cases import Case, World, cases, check_decode, check_prompt, check_write
 from tests.kernels.cpu_runner import FLAGS, SOURCES, build
 from tests.kernels.elements import decode, encode
 from tests.kernels.sanitizers import environment
@@ -37,6 +37,12 @@ SMALL = Geometry("mha", 2, 2, 32, 32, "float32", 8)
 unhurried = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 needs_library = pytest.mark.skipif(bool(available()), reason=available() or "it is here")
 each_isa = pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
+
+
+def find_isas() -> list[str]:
+    """What this processor has, of what was compiled."""
+    found, _ = finding.find()
+    return instruction_sets(found) if found is not None else []
 
 
 def usable(isa: str) -> str:
@@ -56,6 +62,35 @@ def test_any_case_is_as_exact_as_its_dtype_allows(isa: str) -> None:
         check_decode(case, isa)
 
     check()
+
+
+@needs_library
+def test_a_prompts_tokens_attend_as_each_alone_wherever_it_is_cut() -> None:
+    usable("avx512_bf16")
+
+    @settings(unhurried, max_examples=40)
+    @given(cases("bfloat16"))
+    def check(case: Case) -> None:
+        served = check_prompt(case)
+        dims = case.geometry.kind != "mla" and case.geometry.value_dim % 16 == 0
+        assert served == dims, "all heads of up to 256 numbers are served"
+
+    check()
+
+
+@needs_library
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_long_prompt_is_as_exact_as_a_short_one(window: int) -> None:
+    usable("avx512_bf16")
+    for q_heads, kv_heads, dim in ((9, 3, 64), (8, 1, 128), (2, 2, 256)):
+        geometry = Geometry("mha", 1, kv_heads, dim, dim, "bfloat16", 16)
+        assert check_prompt(Case(geometry, q_heads, (700, 1), window=window, threads=2, seed=5))
+
+
+@needs_library
+def test_a_prompt_that_is_not_served_is_left_alone() -> None:
+    for geometry in (SMALL, replace(SMALL, dtype="float16"), replace(SMALL, dtype="bfloat16", value_dim=24)):
+        assert not check_prompt(Case(geometry, 4, (30,)))
 
 
 @needs_library
@@ -158,6 +193,9 @@ def test_bad_input_is_an_error_that_says_what_to_do() -> None:
         (InvalidArgument, "one of each", lambda: kernel.reading([table], [1, 2])),
         (InvalidArgument, "slot_addresses", lambda: kernel.reading([table.astype(np.int32)], [1])),
         (InvalidArgument, "give others", lambda: kernel.reading([table], [1]).decode(2, 0, 0, scale=1)),
+        (InvalidArgument, "add its blocks", lambda: kernel.prompt(table, 10, 7)),
+        (InvalidArgument, "slot_addresses", lambda: kernel.prompt(table.astype(np.int32), 0, 2)),
+        (InvalidArgument, "give others", lambda: kernel.prompt(table, 0, 2).attend(2, 0, 0, scale=1, q_strides=(0, 0), out_strides=(0, 0))),
         (InvalidArgument, "place in it", lambda: kernel.writing(table, np.array([0, 8], np.int32))),
         (InvalidArgument, "one of each", lambda: kernel.writing(table, np.array([0], np.int32))),
         (InvalidArgument, "count from 0", lambda: kernel.writing(table, np.array([0, 1], np.int32)).write(-1, 0, 0)),
@@ -225,6 +263,8 @@ FAULTS = [
     ("sinks that are scaled", "attention.c", "exp2f(decode->sinks[h] * LOG2E - top)", "exp2f(decode->sinks[h] * decode->scale - top)"),
     ("chunks that forget their greatest", "attention.c", "sum += chunk[heads + h] * weight", "sum += chunk[heads + h]"),
     ("a row of sums that is read by the wrong head", "attention.c", "before * work->stride, .values_stride", "0, .values_stride"),
+    ("a prompt's window one token too long", "prefill.c", "prefill->window + 1 - first", "prefill->window - first"),
+    ("a prompt's sums that are not rescaled", "prefill.c", "+ v * LANES) * v_set(factors[r])", "+ v * LANES)"),
     ("a token of another sequence's source", "attention.c", "i % write->inner * write", "i * write"),
 ]
 
@@ -236,13 +276,15 @@ def caught(folder: Path, fault: tuple[str, str, str, str]) -> bool:
     text = (sources / name).read_text(encoding="utf-8")
     assert text.count(old) >= 1, f"{old} is not in {name}"
     (sources / name).write_text(text.replace(old, new, 1), encoding="utf-8")
-    library = build(folder / "faulty.so", ("-O1", "-DPLAIN_ONLY", "-Wno-error"), sources)
+    plain = () if name == "prefill.c" else ("-DPLAIN_ONLY",)
+    library = build(folder / "faulty.so", ("-O1", "-Wno-error", *plain), sources)
     return outcome(library, "--examples", "200").returncode != 0
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_every_planted_fault_is_caught(tmp_path: Path, part: int) -> None:
-    faults = FAULTS[part::2]
+    here = find_isas()
+    faults = [fault for fault in FAULTS if fault[1] != "prefill.c" or "avx512_bf16" in here][part::2]
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda pair: caught(tmp_path / str(pair[0]), pair[1]), enumerate(faults))
         assert [fault[0] for fault, noticed in zip(faults, found, strict=True) if not noticed] == []

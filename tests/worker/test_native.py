@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from kvstore.kernels.cpu import available
+from kvstore.kernels.cpu import Prompt, available, instruction_sets
+from kvstore.kernels.cpu.library import find
 from kvstore.worker.model import LoadedModel, load_model
 from kvstore.worker.native import Native, native_for
 from kvstore.worker.paged import PagedCache
@@ -100,3 +101,32 @@ def test_the_real_model_on_real_text_makes_generate_s_tokens() -> None:
     cache = PagedCache(StandaloneStore(loaded.identity, loaded.geometry(), 64 << 20), native=True)
     assert greedy(loaded, cache, prompts, 12, chunk=64) == [expected(loaded, tokens, 12) for tokens in prompts]
     cache.close()
+
+
+def test_prompts_in_bfloat16_attend_through_the_kernels_and_near_what_torch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = find()
+    if library is None or "avx512_bf16" not in instruction_sets(library):
+        pytest.skip("this processor has no products of bfloat16")
+    loaded = load_model(dtype=torch.bfloat16)
+    text = "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down what the sea had brought. "
+    tokens = loaded.encode(text * 12)
+    ends = [100, 101, 200, len(tokens)]
+    served: list[bool] = []
+    real = Prompt.attend
+
+    def attend(prompt: Prompt, *args: Any, **options: Any) -> bool:
+        served.append(real(prompt, *args, **options))
+        return served[-1]
+
+    monkeypatch.setattr(Prompt, "attend", attend)
+    found = []
+    for native in (True, False):
+        cache = PagedCache(StandaloneStore(loaded.identity, loaded.geometry(), 64 << 20), native=native)
+        sequence = start(loaded, cache, tokens)
+        found.append([forward(loaded, cache, [(sequence, end - begin)])[0] for begin, end in zip([0, *ends], ends, strict=False)])
+        cache.close()
+    assert served == [True] * (3 * len(cast(Any, loaded.model).model.layers)), "three of the four steps have several new tokens"
+    for mine, torchs in zip(*found, strict=True):
+        apart = (mine.float() - torchs.float()).abs().max().item()
+        assert 0 < apart < 0.05 * torchs.float().abs().max().item()
+        assert mine.argmax() == torchs.argmax()

@@ -61,7 +61,7 @@ class Ours:
             else StandaloneStore(loaded.identity, loaded.geometry(), work["memory_bytes"])
         )
         rules = Rules(step_tokens=work["step_tokens"], running=work["running"])
-        engine = Engine(loaded, self._store, Options(rules, keep_logits=False))
+        engine = Engine(loaded, self._store, Options(rules, keep_logits=False, native=True))  # as `kvstore worker` serves
         self._serving = EngineThread(engine, max_waiting=work["requests"] + 1)
 
     def about(self) -> dict[str, str]:

@@ -142,6 +142,12 @@ class GpuStep:
         )  # fmt: skip
         return out
 
+    def attend(
+        self, layer: int, part: Part, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor | None:
+        """See `KernelStep`: torch does it, which is at its best here."""
+        return None
+
 
 class ByTorch:
     """`KernelStep` where the kernels cannot be used: torch writes part by part, and attends for all."""
@@ -165,6 +171,12 @@ class ByTorch:
     def decode(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """See `KernelStep`: never called, since there are no rows."""
         raise InvalidArgument("no row of this step attends through a kernel")
+
+    def attend(
+        self, layer: int, part: Part, query: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor | None:
+        """See `KernelStep`: torch does it, which is at its best here."""
+        return None
 
 
 def _rows(heads: Tensor) -> Tensor:
