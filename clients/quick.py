@@ -17,6 +17,7 @@ from kvstore.proto.lookups import EPOCH_BYTES, MAGIC, REPLY, REQUEST, SUFFIX
 
 MAX_IDLE = 8  # connections kept: threads that look up at the same time are few
 AGAIN_S = 1.0  # seconds until a socket that was not there is tried again
+AGAIN = (errors.StaleEpoch, errors.Unavailable, errors.SessionEnded)  # after which a client opens its namespace anew, and asks again
 RECEIVED_BYTES = 16_384  # bytes taken at once: more than any answer, which has a byte a block
 
 
@@ -43,9 +44,13 @@ class Way:
     def reply(self, request: pb.LookupRequest, status: int, body: bytes) -> pb.LookupReply:
         """The service's reply in an answer. Raises what the service would."""
         if status:
-            code, _, text = body.decode("utf-8", "replace").partition(" ")
-            raise errors.from_code(code, text)
+            raise self.error(body)
         return pb.LookupReply(epoch=request.epoch, blocks=len(body), tiers=[body])
+
+    def error(self, body: bytes) -> errors.KVStoreError:
+        """What the service would raise."""
+        code, _, text = body.decode("utf-8", "replace").partition(" ")
+        return errors.from_code(code, text)
 
     def missed(self) -> None:
         """Nobody listens there, or takes no more connections: leave it alone for a while."""
@@ -80,10 +85,15 @@ class QuickLookups:
         return None if answer is None else self.way.reply(request, *answer)
 
     def look(self, namespace_id: int, epoch: str, hashes: bytes, timeout_s: float) -> bytes | None:
-        """The tiers of the leading blocks that are here, the shortest way. None where `ask` is to say what is the matter."""
+        """The tiers of the leading blocks that are here, the shortest way; raises as `ask`. None where more than one call is needed."""
         message = self.way.packed(namespace_id, epoch, hashes) if hashes and epoch else None
         answer = None if message is None else self._exchange(message, timeout_s)
-        return None if answer is None or answer[0] else answer[1]
+        if answer is None or not answer[0]:
+            return None if answer is None else answer[1]
+        error = self.way.error(answer[1])
+        if isinstance(error, AGAIN):
+            return None
+        raise error
 
     def close(self) -> None:
         """Close the connections."""
