@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from kvstore.errors import InvalidArgument
 from kvstore.worker import latent
 from kvstore.worker.joint import JointReader, JointWriter, alike, groups_of
 from kvstore.worker.native import Kernels, KernelStep
-from kvstore.worker.rows import ArenaRows, BlockTable, Gatherer, Scratch
+from kvstore.worker.rows import ArenaRows, Scratch
 from kvstore.worker.scores import by_sdpa, softmax_by_hand
+from kvstore.worker.spans import Span
 
 NAME = "kvstore_paged"
 
@@ -37,74 +37,6 @@ class Reach:
     It stands where transformers passes a mask to its layers, which hand it to the attention unread."""
 
     window: int | None
-
-
-@dataclass(frozen=True)
-class View:
-    """What one sequence's new tokens attend to under one reach: tokens `low` and on, through `mask` (None: see `sdpa_mask`)."""
-
-    low: int
-    mask: Tensor | None
-    gatherer: Gatherer | None
-
-
-class OwnAttention(Protocol):
-    """How a sequence attends that does not do it as the model says."""
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """One layer's attention: query [1, q_heads, new token, dim], all K and V of its table. Returns [1, new token, q_heads, dim]."""
-
-
-@dataclass
-class Span:
-    """One sequence's part in a step: `start` tokens are in its slots; `count` are new, have slots to go to, and are the step's `at` on."""
-
-    table: BlockTable
-    start: int
-    count: int
-    at: int = 0
-    own: OwnAttention | None = None
-    _views: dict[int | None, View] = field(init=False, default_factory=dict)
-    _masks: dict[int | None, Tensor] = field(init=False, default_factory=dict)
-
-    @property
-    def tokens(self) -> slice:
-        """Where its new tokens are in the step."""
-        return slice(self.at, self.at + self.count)
-
-    @property
-    def is_row(self) -> bool:
-        """Whether the kernels can attend for it."""
-        return self.count == 1 and self.own is None
-
-    @property
-    def total(self) -> int:
-        """Tokens in its slots once the step is done."""
-        return self.start + self.count
-
-    def view(self, window: int | None) -> View:
-        """What its new tokens attend to in layers of this window. Made once a step."""
-        found = self._views.get(window)
-        if found is None:
-            low = 0 if window is None or not self.start else max(0, self.start - window + 1)
-            size = self.table.layout.tokens
-            gatherer = Gatherer(self.table, low // size, -(-self.total // size)) if self.start else None
-            found = self._views[window] = View(low, self._mask(low, window), gatherer)
-        return found
-
-    def whole_mask(self, window: int | None) -> Tensor:
-        """[1, 1, new token, token from the view's `low` on]: True where it attends. Made once a step."""
-        found = self._masks.get(window)
-        if found is None:
-            found = self._masks[window] = cast(Tensor, self._mask(self.view(window).low, window, skip=False))
-        return found
-
-    def _mask(self, low: int, window: int | None, skip: bool = True) -> Tensor | None:
-        rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-        return sdpa_mask(
-            batch_size=1, q_length=self.count, kv_length=self.total - low, q_offset=self.start, kv_offset=low, mask_function=rule,
-            local_size=window, allow_is_causal_skip=skip, device=self.table.layout.device,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,7 +154,7 @@ def paged_attention(
     if paged_step.arrive is not None:
         paged_step.arrive(layer.index)
     kernels = paged_step.kernels(query.shape[1])
-    keys, values = _kept(layer, key, value)
+    keys, values = latent.kept(key, value) if layer.is_latent else (key[0], value[0])
     began_at = time.perf_counter()
     if kernels is None:
         paged_step.write(layer.index, keys, values)
@@ -250,13 +182,6 @@ def paged_attention(
 
 
 Parts = list[tuple[slice | Tensor, Tensor, Sequence[Span]]]  # where in the step, [token, q_heads, value dim], whose
-
-
-def _kept(layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What a layer keeps of its new tokens, [head, token, dim] as the layout has it."""
-    if layer.is_latent:
-        return torch.cat((key[0], value[0]), dim=-1), value[0, ..., :0]
-    return key[0], value[0]
 
 
 def _attend(layer: Layer, span: Span, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

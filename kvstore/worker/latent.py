@@ -17,6 +17,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
+def kept(latents: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer keeps of its new tokens, [1, 1, token, dim] each: as keys [1, token, dim], and values without items."""
+    return torch.cat((latents[0], rope[0]), dim=-1), rope[0, ..., :0]
+
+
 def is_latent(module: torch.nn.Module) -> bool:
     """Whether an attention module keeps latents."""
     return hasattr(module, "expand_kv")
