@@ -11,6 +11,7 @@ from kvstore.errors import ConfigError
 BENCHES = {
     "kernels": "the CUDA kernels: predicted for each shape, and measured where a GPU is",
     "decode": "the CPU's decode attention in place, beside torch on contiguous and on gathered K and V",
+    "prefill": "the CPU's attention of a prompt in place, beside torch on contiguous K and V",
     "data": "put and get through a real daemon, beside memcpy and raw O_DIRECT of the same run",
     "scale": "memory and time a block as the index grows to ten million, and the start from disk",
     "load": "the worker's engine under arriving requests, beside transformers' batching and vLLM, on the same ones",

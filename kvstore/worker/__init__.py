@@ -12,6 +12,7 @@ a step that has nothing to compute but waits for a pull, under a deadline. A dec
     paged.py       block tables that share, commit and copy          pool.py, pulls.py   slots ahead; leases of prefixes
     streams.py, streaming.py, rotation.py   texts without an end      sequences.py    what a step knows of either kind
     forward.py     one pass of the model                             attention.py   attention over block tables   rows.py  a block as rows
+    spans.py       a sequence's part in a step                       native.py       the CPU kernels under a step
     kinds.py, latent.py, scores.py   attention kinds: windows, MLA, sinks and caps
     model.py       loads a model, says its identity and geometry     bundled.py     the model that a package carries, converted
     standalone.py  a store in this process alone                     opening.py     the daemon's store, or one's own

@@ -16,7 +16,7 @@ GROUP_BYTES = 1 << 20  # gathered at once for one layer of a group: stays in a c
 
 
 class Part(Protocol):
-    """One sequence's part in a step: see `attention.Span`."""
+    """One sequence's part in a step: see `spans.Span`."""
 
     table: BlockTable
     start: int

@@ -17,6 +17,7 @@ from kvstore.geometry import Geometry
 from kvstore.worker import attention
 from kvstore.worker.latent import is_latent
 from kvstore.worker.rows import ArenaRows, BlockTable, RowLayout, Scratch
+from kvstore.worker.spans import Span
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 TRIED_TOKENS = (4, 3)  # tokens of the trial's steps: the second reads what the first wrote
@@ -71,7 +72,7 @@ def reason_of_trial(model: PreTrainedModel, geometry: Geometry) -> str:
     cache = DynamicCache(config=model.config)
     start = 0
     for count in TRIED_TOKENS:
-        step = attention.Step([attention.Span(table, start, count)], scratch)
+        step = attention.Step([Span(table, start, count)], scratch)
         try:
             with attention.paged(model):
                 found = _logits(model, start, count, use_cache=False, paged_step=step)

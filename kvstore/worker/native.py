@@ -16,7 +16,7 @@ from kvstore.worker.rows import BlockTable, RowLayout
 
 
 class Part(Protocol):
-    """One sequence's part in a step: see `attention.Span`."""
+    """One sequence's part in a step: see `spans.Span`."""
 
     table: BlockTable
     start: int

@@ -1,9 +1,8 @@
 """The paged KV cache of a worker's running sequences, over a store of blocks.
 
 A sequence leases the leading blocks that the store has, fills slots for the rest, and commits each block after the step that filled
-it. What it was given it keeps until it is closed, whatever became of the store: its leases and reservations stay mapped, and a block
-that turned out to exist already stays where it was written. Once the store cannot be reached, further blocks go to memory of this
-process; from there on nothing of the sequence is committed.
+it. What it was given it keeps until it is closed, whatever became of the store: leases and reservations stay mapped, a block that turned
+out to exist stays where it was written. Once the store cannot be reached, further blocks go to this process's memory, and are not committed.
 
 A fork shares all blocks of its origin, by reference count; the block that either writes to next is copied first.
 
@@ -23,7 +22,7 @@ from functools import partial
 from kvstore.clients.blocks import Arrival, BlockStore, Tail
 from kvstore.errors import EnvironmentFault, InvalidArgument, ResourceExhausted
 from kvstore.hashing import HASH_BYTES, block_hashes
-from kvstore.worker.attention import Span, Step
+from kvstore.worker.attention import Step
 from kvstore.worker.gpu.device import Gpu
 from kvstore.worker.gpu.kernels import GpuKernels
 from kvstore.worker.gpu.running import GpuRunner
@@ -33,6 +32,7 @@ from kvstore.worker.pulls import Pulled, Pulls
 from kvstore.worker.rows import CPU, ArenaRows, BlockTable, RowLayout, Scratch
 from kvstore.worker.scheduler import ACQUIRE_TIMEOUT_S
 from kvstore.worker.sequences import AnySequence
+from kvstore.worker.spans import Span
 
 REMEMBERED_BLOCKS = 1 << 16  # hashes of blocks that this worker has committed last: what is likely to be a hit
 

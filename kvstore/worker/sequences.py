@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvstore.clients.blocks import Arrival
 from kvstore.errors import EnvironmentFault
-from kvstore.worker.attention import Span
+from kvstore.worker.spans import Span
 
 
 class AnySequence(Protocol):

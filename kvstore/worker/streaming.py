@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvstore.clients.blocks import Arrival
 from kvstore.errors import EnvironmentFault, InternalFault, InvalidArgument
-from kvstore.worker.attention import Span
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.pool import Place, slots_of
 from kvstore.worker.rotation import Angles, Rotation
 from kvstore.worker.rows import BlockTable
+from kvstore.worker.spans import Span
 
 
 @dataclass(frozen=True)

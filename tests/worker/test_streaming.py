@@ -14,10 +14,11 @@ from torch import Tensor
 from kvstore.errors import InvalidArgument, ResourceExhausted
 from kvstore.hashing import Identity
 from kvstore.worker import attention
-from kvstore.worker.attention import Span, Step
+from kvstore.worker.attention import Step
 from kvstore.worker.model import LoadedModel, prepare
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.rotation import Rotation
+from kvstore.worker.spans import Span
 from kvstore.worker.streaming import StreamSequence, StreamShape
 from tests.worker.kinds import SMALL, expected, load
 from tests.worker.steps import greedy

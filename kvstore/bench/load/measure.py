@@ -105,7 +105,9 @@ def _command(name: str, work: Work, places: Places, stack: ExitStack) -> tuple[l
         told = told | {"address": daemon.address}
     elif module == "transformers":
         told = told | {"sharing": name == "transformers"}
-    elif name == "vllm":
+    if module == OURS:  # as kvstore.worker sets it, which is imported after torch there
+        environment["GOMP_SPINCOUNT"] = "1000"
+    if name == "vllm":
         python = (places.venvs / ".venv-vllm" / "bin" / "python").absolute()
         if not python.exists():
             raise PeerFailed(f"{python} is not there; `make {python.parent.parent.name}/.installed` makes it")

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from kvstore.errors import KVStoreError
 from kvstore.kernels.layout import SlotSpace
-from kvstore.worker.attention import Span, Step
+from kvstore.worker.attention import Step
 from kvstore.worker.gpu.device import Gpu, Graph
 from kvstore.worker.gpu.kernels import GpuStep, Places, entries, packed
 from kvstore.worker.joint import alike
 from kvstore.worker.rows import ArenaRows, BlockTable, RowLayout, Scratch
+from kvstore.worker.spans import Span
 
 MOST_GRAPHS = 24  # kept at once: each holds the activations of its step
 LEAST_BLOCKS = 32  # a table's width, in blocks, is this times a power of two
