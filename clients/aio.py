@@ -144,7 +144,8 @@ class AsyncKVClient:
         """What is stored now, then what changes, until the caller stops. See KVClient.watch."""
         if namespace is not None:
             await self._run(reopen(namespace))
-        request = pb.WatchRequest(namespace_id=namespace.id, epoch=namespace.epoch) if namespace else pb.WatchRequest()
+        epoch, number = namespace.opened if namespace is not None else ("", 0)
+        request = pb.WatchRequest(namespace_id=number, epoch=epoch)
         stream = self._stub.Watch(request)
         try:
             async for event in stream:

@@ -96,7 +96,8 @@ class KVClient:
         identity where this request's adapter or salt differ from the namespace's
         """
         wanted = requests.prompt_or_hashes(namespace, hashes, tokens, identity)
-        found = self._quick.look(namespace.id, namespace.epoch, wanted, CALL_TIMEOUT_S)
+        epoch, number = namespace.opened
+        found = self._quick.look(number, epoch, wanted, CALL_TIMEOUT_S)
         return self._run(calls.lookup(namespace, wanted)) if found is None else LookupResult(len(found), found)
 
     @contextmanager
@@ -185,7 +186,8 @@ class KVClient:
         """
         if namespace is not None:
             self._run(reopen(namespace))
-        request = pb.WatchRequest(namespace_id=namespace.id, epoch=namespace.epoch) if namespace else pb.WatchRequest()
+        epoch, number = namespace.opened if namespace is not None else ("", 0)
+        request = pb.WatchRequest(namespace_id=number, epoch=epoch)
         stream = self._stub.Watch(request)
         try:
             for event in stream:

@@ -12,6 +12,7 @@ from kvstore import errors
 from kvstore.clients.arena import Arena, SessionLock
 from kvstore.clients.hbm import ImportedPool
 from kvstore.clients.session import Session
+from kvstore.errors import StaleEpoch
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity, fingerprint
 from kvstore.proto import kvstore_pb2 as pb
@@ -24,14 +25,33 @@ OUTCOME_NAMES = ("none", "slot", "stored", "exists", "in_flight", "no_room", "li
 
 @dataclass
 class Namespace:
-    """A namespace as this client opened it. Reopened by itself when the daemon restarts: `id` belongs to `epoch`."""
+    """A namespace as this client opened it. Reopened by itself when the daemon restarts, perhaps while another thread uses it.
+
+    opened    (epoch, id): the id belongs to that epoch alone, so both are replaced at once; ("", 0) where it has to be opened
+    """
 
     identity: Identity
     geometry: Geometry
     request: pb.OpenNamespaceRequest
-    epoch: str = ""
-    id: int = 0
+    opened: tuple[str, int] = ("", 0)
     digest: bytes = b""
+
+    @property
+    def epoch(self) -> str:
+        """The daemon's, when it was opened last."""
+        return self.opened[0]
+
+    @property
+    def id(self) -> int:
+        """Its number in that epoch."""
+        return self.opened[1]
+
+    def id_in(self, epoch: str) -> int:
+        """Its number in an epoch. Raises StaleEpoch where it was opened in another one last."""
+        opened, number = self.opened
+        if opened != epoch:
+            raise StaleEpoch("the daemon was restarted between two calls; try again")
+        return number
 
     @property
     def root(self) -> bytes:

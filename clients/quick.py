@@ -109,9 +109,8 @@ class QuickLookups:
             except IndexError:
                 (connection, limit_s), fresh = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), 0.0), True
             try:
-                if fresh:
-                    connection.settimeout(timeout_s)
-                    connection.connect(self.way.path)
+                if fresh and not self._connected(connection, timeout_s):
+                    return None
                 if limit_s != timeout_s:
                     _limit(connection, timeout_s)
                 sent = connection.sendmsg(message)  # all of it, unless it is very long
@@ -132,6 +131,19 @@ class QuickLookups:
             else:
                 self._give_back(connection, timeout_s)
                 return answer
+
+    def _connected(self, connection: socket.socket, timeout_s: float) -> bool:
+        """Connect; False where nobody is there, or so many wait to be let in that the system refuses more. Raises TimeoutError."""
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(self.way.path)
+        except TimeoutError:
+            raise
+        except OSError:
+            connection.close()
+            self.way.missed()
+            return False
+        return True
 
     def _give_back(self, connection: socket.socket, timeout_s: float) -> None:
         if len(self._idle) < MAX_IDLE and not self.way.closed:

@@ -91,7 +91,7 @@ def _taken(
     """The slots (units, generations) of the leading blocks, under a lease whose release is added to `leases`."""
     lease, number = attached.session.new_id(), number_of(pool)
     leases.append(requests.release(lease, pool=number))
-    asked = requests.acquire(lease, namespace.id, hashes, timeout_s, pool=number)
+    asked = requests.acquire(lease, namespace.id_in(attached.session.epoch), hashes, timeout_s, pool=number)
     granting: Granting = yield Take(attached, asked, timeout_s + GRACE_S)
     if granting.error is not None:
         raise granting.error

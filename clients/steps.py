@@ -118,7 +118,7 @@ def reopen(namespace: Namespace) -> Steps[Namespace]:
     reply: pb.OpenNamespaceReply = yield Call("OpenNamespace", namespace.request)
     if reply.block_bytes != namespace.geometry.block_bytes:
         raise errors.InternalFault(f"the daemon has blocks of {reply.block_bytes} bytes, this client of {namespace.geometry.block_bytes}")
-    namespace.epoch, namespace.id, namespace.digest = reply.epoch, reply.namespace_id, reply.digest
+    namespace.opened, namespace.digest = (reply.epoch, reply.namespace_id), reply.digest
     return namespace
 
 
@@ -128,10 +128,12 @@ def of_namespace(namespace: Namespace, make: Callable[[int, str], Command]) -> S
     def attempt() -> Steps[Any]:
         if not namespace.epoch:
             yield from reopen(namespace)
+        epoch, number = namespace.opened
         try:
-            return (yield make(namespace.id, namespace.epoch))
+            return (yield make(number, epoch))
         except errors.StaleEpoch:
-            namespace.epoch = ""
+            if namespace.epoch == epoch:  # another thread may have opened it anew
+                namespace.opened = ("", 0)
             raise
 
     return (yield from persistent(attempt))
@@ -141,8 +143,7 @@ def same_epoch(namespace: Namespace, attached: Attached) -> Steps[None]:
     """Give the namespace its id in the session's epoch. Raises StaleEpoch where the daemon has yet another one."""
     if namespace.epoch != attached.session.epoch:
         yield from reopen(namespace)
-    if namespace.epoch != attached.session.epoch:
-        raise errors.StaleEpoch("the daemon was restarted between two calls; try again")
+    namespace.id_in(attached.session.epoch)
 
 
 def pool_mapped(attached: Attached | None, gpu: int) -> Steps[MappedPool]:

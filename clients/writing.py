@@ -69,7 +69,7 @@ def _put_in_place(attached: Attached, namespace: Namespace, hashes: bytes, paren
     reservation, number = attached.session.new_id(), number_of(pool.pool if pool else None)
     attached.hold()
     try:
-        asked = requests.reserve(reservation, namespace.id, hashes=hashes, pool=number)
+        asked = requests.reserve(reservation, namespace.id_in(attached.session.epoch), hashes=hashes, pool=number)
         reserved = _slotted((yield Ask(attached, [asked]))[0])
         put = Put(hashes, parent, reserved.outcomes.copy(), namespace.geometry.block_bytes, pool)
         put.give_slots(attached, reservation, reserved.units, reserved.generations)
@@ -128,7 +128,9 @@ def _commit(namespace: Namespace, put: Put, ready: NDArray[np.intp], lease: int)
         hashes, parents = put.hashes[HASH_BYTES * first : HASH_BYTES * (last + 1)], put.parent_of(first)
     else:
         hashes, parents = (b"".join(map(each, ready.tolist())) for each in (put.hash_at, put.parent_of))
-    return requests.commit(lease, namespace.id, (put.units[ready], put.generations[ready]), hashes, parents, pool=put.pool_number)
+    assert put.attached is not None
+    number = namespace.id_in(put.attached.session.epoch)
+    return requests.commit(lease, number, (put.units[ready], put.generations[ready]), hashes, parents, pool=put.pool_number)
 
 
 def _abandon(put: Put) -> pb.Op:

@@ -41,16 +41,17 @@ static inline const char *slot_of(const Work *work, int32_t token)
     return (const char *)(uintptr_t)work->prefill->table[token / layout->block_tokens] + work->prefill->layer * layout->layer_bytes;
 }
 
-/* A tile's K and V, of tokens [first, first + count); zeros behind them. */
-TARGET static void pack(const Work *work, int32_t head, int32_t first, int32_t count, Unit *unit)
+/* A tile's K and V, of tokens from `seen` up to first + count; zeros before and behind them. */
+TARGET static void pack(const Work *work, int32_t head, int32_t first, int32_t seen, int32_t count, Unit *unit)
 {
     const Layout *layout = work->layout;
     const int32_t pairs = layout->key_dim / 2, dims = layout->value_dim;
-    if (count < SPAN) {
+    const int32_t before = seen > first ? seen - first : 0;
+    if (count < SPAN || before) {
         memset(unit->keys, 0, sizeof(uint32_t) * (size_t)pairs * SPAN);
         memset(unit->values, 0, sizeof(uint32_t) * (size_t)dims * (SPAN / 2));
     }
-    for (int32_t t = 0; t < count; t++) {
+    for (int32_t t = before; t < count; t++) {
         const int32_t token = first + t, place = token % layout->block_tokens;
         const char *slot = slot_of(work, token);
         const char *key = slot + layout->key_at + head * layout->key_head_bytes + place * layout->key_token_bytes;
@@ -203,7 +204,7 @@ TARGET static void run_unit(void *given, int64_t number)
     }
     const int32_t seen = prefill->window > 0 && begin >= prefill->window ? begin - prefill->window + 1 : 0;
     for (int32_t first = seen / SPAN * SPAN; first < end; first += SPAN) {
-        pack(work, head, first, end - first < SPAN ? end - first : SPAN, &unit);
+        pack(work, head, first, seen, end - first < SPAN ? end - first : SPAN, &unit);
         for (int32_t h = 0; h < group; h++) {
             const char *query = (const char *)prefill->q + (head * group + h) * prefill->q_head_bytes;
             for (int32_t at = first > begin ? first - begin : 0; at < count; at += BATCH) {

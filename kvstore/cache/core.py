@@ -99,6 +99,9 @@ class Cache:
         """The namespace's id in this run, 1 and up."""
         return sessions.open_namespace(self.state, spec)
 
+    def refuses_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Refused | None:
+        return sessions.refuses_group(self.state, session, name, namespaces)
+
     def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
         return sessions.join_group(self.state, session, name, namespaces)
 

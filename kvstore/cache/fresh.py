@@ -22,7 +22,7 @@ from kvstore.cache.state import State
 def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Commit) -> bool:
     """Commit all of it, or touch nothing and answer False where it is not the common case."""
     compiled = _look_compiled(state, request)
-    found = compiled or _look(state, request)
+    found = compiled or _look(state, session, request)
     if found is None:
         return False
     slots, rows = found
@@ -51,24 +51,30 @@ def _look_compiled(state: State, request: Commit) -> tuple[SlotIds, Rows] | None
     return publishing.look_chain(index.native, request.namespace, slot_units, request.hashes, request.parents[:1], where)
 
 
-def _look(state: State, request: Commit) -> tuple[SlotIds, Rows] | None:
-    """The distinct slots of one chain of distinct new blocks, all anonymous or all reserved for just these, and their rows or zeros."""
+def _look(state: State, session: Session, request: Commit) -> tuple[SlotIds, Rows] | None:
+    """The distinct slots of one chain of distinct new blocks, all anonymous or all reserved for just these, and their rows or zeros.
+
+    Where it is such a chain, and rows are short, room is made for it.
+    """
     index, dram, hashes = state.index, state.dram, request.hashes
-    slots, rows = dram.locate_all(request.units), index.find(request.namespace, hashes)
-    if index.room <= (new := int(np.count_nonzero(rows == 0))) and new and free_rows(state, new + 1):
-        rows = index.find(request.namespace, hashes)
+    slots = dram.locate_all(request.units)
     right = (
         _is_chain(request)
-        and index.room > np.count_nonzero(rows == 0)
         and len(set(slots.tolist())) == len(slots) > 0
+        and session.reserved.keys() >= set(slots.tolist())
         and bool((dram.state[slots] == SlotState.RESERVED).all())
         and bool((dram.generation[slots] == request.generations).all())
         and bool((dram.bytes_of(slots) == state.spec(request.namespace).slot_units * UNIT_BYTES).all())
         and distinct(hashes)
         and not (hashes == request.parents[0]).all(axis=1).any()
-        and _are_new(state, rows, dram.row[slots])
     )
-    return (slots, rows) if right else None
+    rows = index.find(request.namespace, hashes)
+    if not right or not _are_new(state, rows, dram.row[slots]):
+        return None
+    new = int(np.count_nonzero(rows == 0))
+    if index.room <= new and new and free_rows(state, new + 1):
+        rows = index.find(request.namespace, hashes)
+    return (slots, rows) if index.room > new and _are_new(state, rows, dram.row[slots]) else None
 
 
 def _is_chain(request: Commit) -> bool:
@@ -138,7 +144,8 @@ def reserve_new_keys(state: State, session: Session, request: Reserve, hashes: H
     standing = index.slot[Tier.DRAM][rows[stored]]
     standing = standing[standing > 0]
     state.hold_many(None, standing)  # so that the beginning of a chain is not pushed out for its rest
-    if index.room <= len(new) and not (free_rows(state, len(new) + 1) and (index.find(request.namespace, hashes) == rows).all()):
+    short = len(new) > 0 and index.room <= len(new)
+    if short and not (free_rows(state, len(new) + 1) and (index.find(request.namespace, hashes) == rows).all()):
         state.unhold_many(None, standing)
         return None
     slots = np.array(make_room(state, Tier.DRAM, slot_units, len(new), SlotState.RESERVED), np.int32)

@@ -108,8 +108,8 @@ def _take_over(state: State, old: Session, new: Session) -> None:
     state.mark_all(new)
 
 
-def join_group(state: State, session_id: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
-    """Become a member of a group; the first to come makes it."""
+def refuses_group(state: State, session_id: int, name: str, namespaces: tuple[int, ...]) -> Refused | None:
+    """Why the session cannot become a member of a group; None where it can."""
     session = open_session(state, session_id)
     if isinstance(session, Refused):
         return session
@@ -121,9 +121,20 @@ def join_group(state: State, session_id: int, name: str, namespaces: tuple[int, 
     mine = sum(session_id in group.sessions for group in state.groups.values())
     if mine >= MAX_SESSION_GROUPS and group_of(state, session, name) is None:
         return Refused("RESOURCE_EXHAUSTED", f"the session is a member of {mine} groups, which is the most; use another session")
-    group = state.groups.setdefault((session.tenant, name), Group(name, session.tenant, namespaces))
-    if group.namespaces != namespaces:
+    group = state.groups.get((session.tenant, name))
+    if group is not None and group.namespaces != namespaces:
+        if all(state.sessions[other].ended for other in group.sessions if other in state.sessions):
+            return Refused("UNAVAILABLE", f"group {name!r} of a process that has ended is being given back; try again in a second")
         return Refused("FAILED_PRECONDITION", f"group {name!r} has the members {group.namespaces}, in this order; use them or another name")
+    return None
+
+
+def join_group(state: State, session_id: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
+    """Become a member of a group; the first to come makes it."""
+    if refused := refuses_group(state, session_id, name, namespaces):
+        return refused
+    session = state.sessions[session_id]
+    group = state.groups.setdefault((session.tenant, name), Group(name, session.tenant, namespaces))
     group.sessions.add(session_id)
     return Done(len(group.sessions))
 

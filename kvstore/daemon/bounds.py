@@ -14,6 +14,12 @@ ID_BYTES = 8  # bytes of an id in a packed operation
 PACKED = {"reserve_each": "reserve", "commit_each": "commit", "release_each": "release"}  # packed operations: the kinds they stand for
 
 
+def check_length(batch: pb.Batch) -> None:
+    """Before any operation is looked at: a long list of empty ones would keep everybody waiting. Raises LimitExceeded."""
+    if len(batch.ops) > MAX_OPS_PER_BATCH:
+        raise LimitExceeded(f"a batch has {len(batch.ops)} operations; give 1 to {MAX_OPS_PER_BATCH}")
+
+
 def check_batch(batch: pb.Batch, ops: Sequence[pb.Op]) -> list[str]:
     """Answers the kinds of the batch's operations, which `ops` are. Raises LimitExceeded."""
     kinds = [op.WhichOneof("kind") or "none" for op in ops]

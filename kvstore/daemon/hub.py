@@ -183,10 +183,12 @@ class Hub:
         return answer
 
     def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
-        """Become a member of a group, in dram's core and in those of the session's pools."""
-        answer = self.cache.join_group(session, name, namespaces)
-        if self.pools is not None and not isinstance(answer, Refused):
-            answer = self.pools.join_group(session, name, namespaces)
+        """Become a member of a group, in dram's core and in those of the session's pools: in all, or in none."""
+        cores: list[Cache] = [self.cache, *(self.pools.of(session) if self.pools is not None else ())]
+        for core in cores:
+            if refused := core.refuses_group(session, name, namespaces):
+                return refused
+        answer, *_ = [core.join_group(session, name, namespaces) for core in cores]
         self.settle()
         return answer
 

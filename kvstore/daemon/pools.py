@@ -21,7 +21,6 @@ from kvstore.cache.messages import (
     Abandon,
     Attach,
     Decision,
-    Done,
     Granted,
     NamespaceSpec,
     Notice,
@@ -128,14 +127,9 @@ class Pools:
                 found.append((pool.cache, each))
         return found
 
-    def join_group(self, session: int, name: str, namespaces: tuple[int, ...]) -> Done | Refused:
-        """It has joined a group in dram's core: it is a member in its pools too. Refused where one of them still has another such group."""
-        for pool in self.all.values():
-            if session in pool.cache.state.sessions:
-                answer = pool.cache.join_group(session, name, namespaces)
-                if isinstance(answer, Refused):
-                    return answer
-        return Done()
+    def of(self, session: int) -> list[Cache]:
+        """The cores of the pools that a session has."""
+        return [pool.cache for pool in self.all.values() if session in pool.cache.state.sessions]
 
     def core_for(self, number: int, session: int, request: Input) -> Cache:
         """Where an operation belongs. Raises InvalidArgument, LimitExceeded, Unavailable."""

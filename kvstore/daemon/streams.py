@@ -31,7 +31,7 @@ from kvstore.cache.messages import (
     Reserved,
 )
 from kvstore.daemon import wire
-from kvstore.daemon.bounds import PACKED, check_batch
+from kvstore.daemon.bounds import PACKED, check_batch, check_length
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.pool_calls import core_in, pool_offers, pool_terms
 from kvstore.daemon.runs import carry_out, each_of, singles_of
@@ -229,6 +229,7 @@ class SessionStream:
             self._push(pb.ServerMessage(ready=pb.Ready()))
 
     def _batch(self, session: Attached, batch: pb.Batch) -> None:
+        check_length(batch)
         ops = list(batch.ops)  # each is read several times: made into an object once
         kinds = check_batch(batch, ops)
         of = session.id

@@ -2,7 +2,7 @@
 
 A sequence leases the leading blocks that the store has, fills slots for the rest, and commits each block after the step that filled
 it. What it was given it keeps until it is closed, whatever became of the store: leases and reservations stay mapped, a block that turned
-out to exist stays where it was written. Once the store cannot be reached, further blocks go to this process's memory, and are not committed.
+out to exist stays where it was written. Once the store cannot be reached, further blocks go to this process's memory, uncommitted.
 
 A fork shares all blocks of its origin, by reference count; the block that either writes to next is copied first.
 

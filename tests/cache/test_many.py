@@ -10,6 +10,7 @@ from kvstore.cache.invariants import violations
 from kvstore.cache.messages import (
     Abandon,
     Attach,
+    BlockOutcome,
     Commit,
     Committed,
     Done,
@@ -17,6 +18,7 @@ from kvstore.cache.messages import (
     NamespaceSpec,
     Notice,
     NoticeKind,
+    Refused,
     Release,
     Reserve,
     Reserved,
@@ -144,3 +146,52 @@ def test_another_size_takes_the_coldest_extent_with_all_that_hangs_below(cache: 
     left = cache.has(LARGE, np.concatenate([old, below]))
     assert not left.all()
     assert left[: int(left.sum())].all(), "what is left is a beginning"
+
+
+@pytest.fixture
+def full() -> tuple[Cache, Hashes]:
+    """All rows of the index are in use but one, by blocks that could go; the keys of the younger ones."""
+    cache = Cache(CacheSizes(200 * UNIT, dram_extent_bytes=20 * UNIT, index_blocks=40))
+    cache.open_namespace(NamespaceSpec("t", b"s" * 32, 1, UNIT))
+    cache.attach(Attach(1, "t"), 0.0)
+    store(cache, SMALL, 10)
+    keys_there = store(cache, SMALL, 28, parent=bytes([1]) * 32)
+    assert cache.state.index.room == 0
+    return cache, keys_there
+
+
+def test_a_commit_into_slots_that_are_not_the_sessions_pushes_nothing_out(full: tuple[Cache, Hashes]) -> None:
+    cache, _ = full
+    before = cache.stats().tiers[Tier.DRAM].blocks
+    done = cache.commit(Commit(1, 9, SMALL, np.zeros(30, np.uint32), np.full(30, 7, np.uint32), keys(30), unpack_hashes(bytes(32))))
+    assert isinstance(done, Committed)
+    assert set(done.outcomes.tolist()) <= {BlockOutcome.BAD_SLOT, BlockOutcome.NONE}
+    assert cache.stats().tiers[Tier.DRAM].blocks == before
+
+
+def test_slots_for_blocks_that_are_all_there_push_nothing_out(full: tuple[Cache, Hashes]) -> None:
+    cache, there = full
+    asked = cache.reserve(Reserve(1, 3, SMALL, hashes=there))
+    assert isinstance(asked, Reserved)
+    assert (asked.outcomes == BlockOutcome.EXISTS).all()
+    assert not cache.stats().counters.get("evicted_dram")
+
+
+def test_where_rows_are_short_a_batch_takes_those_of_the_coldest(full: tuple[Cache, Hashes]) -> None:
+    cache, there = full
+    new = store(cache, SMALL, 9, parent=bytes([2]) * 32)
+    assert cache.has(SMALL, new).all()
+    assert cache.has(SMALL, there).sum() >= 28 - 1, "the older ten went first"
+    assert violations(cache.state) == []
+
+
+def test_a_group_of_a_process_that_has_ended_is_asked_for_again_soon(cache: Cache) -> None:
+    """An engine that restarts with other members finds the old ones until its former process's holds are given back."""
+    assert isinstance(cache.join_group(1, "model", (SMALL,)), Done)
+    cache.session_lost(1, "killed")
+    cache.attach(Attach(2, "t"), 0.0)
+    refused = cache.join_group(2, "model", (SMALL, LARGE))
+    assert isinstance(refused, Refused)
+    assert refused.code == "UNAVAILABLE"
+    cache.process_gone(1)
+    assert isinstance(cache.join_group(2, "model", (SMALL, LARGE)), Done)

@@ -8,7 +8,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.clients.client import KVClient
+from kvstore.clients.handles import Namespace
 from kvstore.clients.lease import Lease
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, pattern, right
 from tests.cases.figures import eventually
@@ -138,3 +140,11 @@ def test_an_orderly_stop_tells_the_clients(daemon: DaemonProcess) -> None:
             assert eventually(lambda: is_over(lease))
             with pytest.raises(errors.SessionEnded, match="shutting down"):
                 lease.check()
+
+
+def test_an_id_is_given_for_its_own_epoch_alone() -> None:
+    """Another thread may open the namespace anew while one is about to use it under its session's epoch."""
+    namespace = Namespace(IDENTITY, GEOMETRY, pb.OpenNamespaceRequest(), ("new", 7))
+    assert namespace.id_in("new") == 7
+    with pytest.raises(errors.StaleEpoch):
+        namespace.id_in("old")

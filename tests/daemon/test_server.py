@@ -184,7 +184,7 @@ def test_metrics_cover_tiers_calls_outcomes_and_sessions(daemon: DaemonProcess) 
 def test_failed_calls_are_counted_with_their_status(daemon: DaemonProcess) -> None:
     with KVClient(daemon.address) as client:
         namespace = client.open_namespace(IDENTITY, GEOMETRY)
-        namespace.id = 999
+        namespace.opened = (namespace.epoch, 999)
         with pytest.raises(Exception, match="not open"):
             client.lookup(namespace, chain(1, 1))
     assert metrics(daemon)['kvstore_rpc_seconds_count{code="NOT_FOUND",method="Lookup"}'] == 1

@@ -288,3 +288,22 @@ def test_every_planted_fault_is_caught(tmp_path: Path, part: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda pair: caught(tmp_path / str(pair[0]), pair[1]), enumerate(faults))
         assert [fault[0] for fault, noticed in zip(faults, found, strict=True) if not noticed] == []
+
+
+@needs_library
+@pytest.mark.parametrize("window", [1, 20, 70])
+def test_what_lies_before_a_prompts_window_does_not_matter(window: int) -> None:
+    usable("avx512_bf16")
+    start, count = 200, 9
+    geometry = Geometry("mha", 1, 2, 64, 64, "bfloat16", 8)
+    world = World(Case(geometry, 4, (start + count,), window=window))
+    q = encode(world.rng.normal(size=(count, 4, 64)), "bfloat16")
+    wanted = world.prompt(None, 0, start, q, 1)
+    views = geometry.tensor_views()[0]
+    for token in range(start - window + 1):
+        for view in (views["k"], views["v"]):
+            world.slot(0, token // 8, view)[:, token % 8] = 0x7FC0
+    found = world.prompt(None, 0, start, q, 1)
+    assert wanted is not None
+    assert found is not None
+    assert (found == wanted).all()
