@@ -113,6 +113,7 @@ class State:
         self.counters: Counter[str] = Counter()
         self.story = Story()
         self.now = 0.0
+        np.unique(self.dram.row[:1])  # numpy imports some 10 ms of modules at its first call: now, and not while a client waits
         self._deletes: list[int] = []
         self._out: list[Decision] = []
         self._marks: dict[int, list[SlotIds]] = {}  # session -> dram slots whose holds by it began or ended
