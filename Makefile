@@ -49,10 +49,10 @@ SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not alone'
 ALONE = $(shell grep -rl --include='test_*.py' 'mark[.]alone' tests)
 
 # A run that ended otherwise than with failed tests leaves no list of them: nobody may take it for a few that failed.
-# With KVSTORE_VLLM_PYTHON in the environment the tests with a real vLLM are among them: those of `make test-engines`.
+# With TESTS_VLLM_PYTHON in the environment the tests with a real vLLM are among them: those of `make test-engines`.
 test: lint $(VENV)/.compile
 	first=0; second=0; $(PYTEST) $(SIDE_BY_SIDE) || first=$$?; \
-	$(PYTEST) $(if $(KVSTORE_VLLM_PYTHON),$(ALONE),$(filter-out %_price.py,$(ALONE))) -m alone || second=$$?; \
+	$(PYTEST) $(if $(TESTS_VLLM_PYTHON),$(ALONE),$(filter-out %_price.py,$(ALONE))) -m alone || second=$$?; \
 	[ $$first -le 1 ] && [ $$second -le 1 ] || rm -rf .pytest_cache; exit $$((first ? first : second))
 
 # On a machine with a GPU: the CUDA kernels' checks and their benchmark, in one JSON.
@@ -61,7 +61,7 @@ test-gpu: $(VENV)/.compile
 
 # Real inference engines with the store beside them.
 test-engines: test-sglang $(VENV)/.worker $(VLLM)/.installed
-	export KVSTORE_VLLM_PYTHON=$(VLLM_PYTHON); status=0; $(PYTEST) tests/engines/test_vllm*.py $(SIDE_BY_SIDE) || status=$$?; \
+	export TESTS_VLLM_PYTHON=$(VLLM_PYTHON); status=0; $(PYTEST) tests/engines/test_vllm*.py $(SIDE_BY_SIDE) || status=$$?; \
 	$(PYTEST) $(filter tests/engines/%,$(ALONE)) -m alone || status=$$?; exit $$status
 
 test-sglang: $(SGLANG)/.installed

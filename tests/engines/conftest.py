@@ -9,7 +9,7 @@ import pytest
 from kvstore.testing.daemon import DaemonProcess
 from kvstore.worker.bundled import bundled_folder
 
-collect_ignore_glob = [] if "KVSTORE_VLLM_PYTHON" in os.environ else ["test_vllm*.py"]
+collect_ignore_glob = [] if "TESTS_VLLM_PYTHON" in os.environ else ["test_vllm*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ class Engine:
             "disable_log_stats": False,
         }
         config |= {"kv_transfer_config": transfer} if transfer else {}
-        python = os.environ["KVSTORE_VLLM_PYTHON"]
+        python = os.environ["TESTS_VLLM_PYTHON"]
         with log.open("a") as out:
             self._process = subprocess.Popen(
                 [python, "-m", "tests.engines.vllm_child"],
