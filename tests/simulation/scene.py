@@ -113,6 +113,7 @@ class Scene:
         self._must_come("everything is at rest", lambda: not self._left())
         if self.plan.settings.nvme.path and self.plan.settings.nvme.write == "through":
             self._must_come("every block is written", lambda: not self.truth.unwritten)
+            self._must_come("what the last writes pushed out is deleted", lambda: not self._left())
         if self.watched is not None and not self.disk.lied and not self._voided and self.watched.corrupt:
             self.machine.wrong("blocks were found corrupt on a disk that was honest")
         self._look_at_what_is_left()
