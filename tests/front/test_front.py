@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -121,7 +122,8 @@ class Breaking:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.says = b""
-        threading.Thread(target=self._run, daemon=True).start()
+        self._answering = threading.Thread(target=self._run, daemon=True)
+        self._answering.start()
 
     def _run(self) -> None:
         while True:
@@ -138,8 +140,12 @@ class Breaking:
                     connection.sendall(self.says)
 
     def close(self) -> None:
+        """Answer nobody from here on. Closing alone would let the accept that is under way take one more."""
         self.may_answer.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._answering.join(WAIT_S)
 
 
 def _received(connection: socket.socket) -> bytes:
