@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvstore.bench.echo import Echo
+from kvstore.bench.bench import Bench, wait_touched
+from kvstore.bench.calls import Calls
 from kvstore.bench.step import SEQUENCES, step_figures
-from kvstore.bench.yardsticks import Memcpy, RawDisk, gbps, median_ms, second_of_two_s, shared_segment, timed
-from kvstore.clients.client import KVClient
-from kvstore.clients.handles import Namespace
+from kvstore.bench.yardsticks import Memcpy, RawDisk, gbps, shared_segment, timed
 from kvstore.config import format_bytes, parse_bytes
-from kvstore.geometry import Geometry
-from kvstore.hashing import Identity, block_hash, block_hashes
 from kvstore.testing.daemon import DaemonProcess
 
 NAME = "data"
@@ -36,11 +32,8 @@ HEADLINE = "2 MiB"  # the block size of the ratios that are quoted
 BATCHES = (1, 128, 2048)  # blocks of a call whose latency is taken
 CALL_KINDS = ("echo", "lookup", "acquire", "commit", "echo_socket", "lookup_socket")
 ROUNDS = 5  # of each throughput figure
-CALLS = 60  # of each latency figure
-WARM_CALLS = 3  # before those that count
 THREADS = 2  # that read and write the disk, in the daemon and in the yardstick
 INDEX_BLOCKS = 262_144  # blocks: four times what fits, so that rows are never what is short
-WRITE_DEADLINE_S = 120.0  # seconds for write-through to finish
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,58 +65,6 @@ def measure(size_bytes: int, directory: Path) -> dict[str, Any]:
 
 
 # ---- throughput
-
-
-class Bench:
-    """A daemon, a client and a namespace of opaque blocks of one size."""
-
-    def __init__(self, daemon: DaemonProcess, block_bytes: int, name: str) -> None:
-        self.client = KVClient(daemon.address, name="bench")
-        geometry = Geometry("mha", 1, 1, 1, 1, "uint8", 1, format="bench", opaque_block_bytes=block_bytes)
-        self.space: Namespace = self.client.open_namespace(Identity(model="bench", revision=name, dtype="uint8"), geometry)
-
-    def hashes(self, count: int, salt: int) -> bytes:
-        """A chain of `count` blocks that no other salt gives."""
-        root = block_hash(self.space.root, [salt])
-        return block_hashes(root, np.arange(count), 1)
-
-    def put(self, hashes: bytes, source: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Store the blocks of `source`, one after the other."""
-        size = self.space.geometry.block_bytes
-        with self.client.put(self.space, hashes) as put:
-            put.write_all([source[at : at + size] for at in range(0, size * (len(hashes) // 32), size)])
-        if put.stored * 32 != len(hashes):
-            raise RuntimeError(f"{put.stored} of {len(hashes) // 32} blocks were stored: {set(put.names)}")
-
-    def get(self, hashes: bytes, target: np.ndarray[Any, np.dtype[np.uint8]] | None) -> None:
-        """Lease the blocks; copy them where a target is given."""
-        size = self.space.geometry.block_bytes
-        with self.client.get(self.space, hashes, timeout_s=60.0) as lease:
-            if lease.blocks * 32 != len(hashes):
-                raise RuntimeError(f"{lease.blocks} of {len(hashes) // 32} blocks were found")
-            if target is not None:
-                lease.copy_into([target[i * size : (i + 1) * size] for i in range(lease.blocks)])
-
-    def wait_written(self, blocks: int, deadline_s: float = WRITE_DEADLINE_S) -> None:
-        """Until so many blocks are on disk."""
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            tiers = {tier.tier: tier for tier in self.client.stats().tiers}
-            if tiers["nvme"].blocks >= blocks:
-                return
-            time.sleep(0.004)
-        raise RuntimeError(f"the blocks were not on disk after {deadline_s:.0f} s")
-
-
-def wait_touched(daemon: DaemonProcess) -> None:
-    """Until the arena's memory is taken: a first touch would be measured otherwise."""
-    deadline = time.monotonic() + WRITE_DEADLINE_S
-    while time.monotonic() < deadline:
-        said = re.findall(r"dram: (\S+ \S+) of (\S+ \S+) touched", daemon.log())
-        if said and said[-1][0] == said[-1][1]:
-            return
-        time.sleep(0.05)
-    raise RuntimeError("the arena's memory was not taken in time")
 
 
 def _throughput(block_bytes: int, size_bytes: int, directory: Path) -> dict[str, float]:
@@ -190,45 +131,17 @@ def _latency(directory: Path) -> dict[int, dict[str, float]]:
     """Milliseconds of calls about many blocks of 4 KiB, beside an empty call of the same kind with a message of the same size."""
     found: dict[int, dict[str, float]] = {}
     with ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
-        daemon = stack.enter_context(DaemonProcess(Path(place), ["--index-blocks", str(INDEX_BLOCKS)], dram="256MiB", nvme=False))
-        bench, echo = Bench(daemon, 4096, "latency"), stack.enter_context(Echo(Path(place)))
-        by_grpc = stack.enter_context(KVClient(daemon.address, name="bench, over gRPC alone"))
-        by_grpc._quick.close()
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        daemon = stack.enter_context(DaemonProcess(place, ["--index-blocks", str(INDEX_BLOCKS)], dram="256MiB", nvme=False))
+        bench = Bench(daemon, 4096, "latency")
+        calls = stack.enter_context(Calls(daemon, bench, place))
         source = np.zeros(4096 * max(BATCHES), np.uint8)
         for batch in BATCHES:
             hashes = bench.hashes(batch, batch)
             bench.put(hashes, source)
-            times: dict[str, list[float]] = {}
-            for what, act in _acts(bench, by_grpc, hashes).items():
-                kind, empty = ("echo_socket", echo.socket_ms) if what == "lookup_socket" else ("echo", echo.grpc_ms)
-                for number in range(-WARM_CALLS, CALLS):
-                    pair = empty(batch), 1e3 * act(number)
-                    for name, value in zip((kind, what), pair, strict=True) if number >= 0 else ():
-                        times.setdefault(name, []).append(value)
-            found[batch] = {what: median_ms(values) for what, values in times.items()}
+            found[batch] = calls.lookups([hashes]) | calls.leases(hashes)
         bench.client.close()
     return found
-
-
-def _acts(bench: Bench, by_grpc: KVClient, hashes: bytes) -> dict[str, Callable[[int], float]]:
-    """What is timed, in seconds, for blocks that are stored; each is given the number of its round."""
-    batch = len(hashes) // 32
-    return {
-        "lookup": lambda _: second_of_two_s(lambda: by_grpc.lookup(bench.space, hashes)),
-        "lookup_socket": lambda _: second_of_two_s(lambda: bench.client.lookup(bench.space, hashes)),
-        "acquire": lambda _: timed(lambda: bench.get(hashes, None)),
-        "commit": lambda number: _commit_s(bench, bench.hashes(batch, batch + 4096 * (number + WARM_CALLS + 1))),
-    }
-
-
-def _commit_s(bench: Bench, hashes: bytes) -> float:
-    """Seconds of the commit alone: the slots are there, and their bytes are nobody's concern here."""
-    with bench.client.put(bench.space, hashes) as put:
-        for block in put.blocks:
-            block.done()
-        began = time.perf_counter()
-    return time.perf_counter() - began
 
 
 # ---- on the screen

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.bench.data import Bench
+from kvstore.bench.bench import Bench, wait_touched
+from kvstore.bench.calls import CALLS, Calls
 from kvstore.cache.core import Cache
 from kvstore.cache.messages import UNIT_BYTES, Acquire, Attach, Commit, Hashes, NamespaceSpec, Release, Reserve, Reserved
 from kvstore.cache.state import CacheSizes, extent_bytes_for
@@ -28,7 +29,7 @@ from kvstore.native.library import library
 from kvstore.testing.daemon import DaemonProcess
 
 NAME = "scale"
-HELP = "Memory and time a block for indexes of ten thousand to ten million blocks, and the start from disk."
+HELP = "Memory and time a block for indexes of ten thousand to ten million blocks, the start from disk, and lookups then."
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)  # blocks
 START_BLOCKS = 1_000_000  # blocks on disk that a daemon starts with: 4 GiB of the smallest
@@ -36,6 +37,7 @@ BATCH_BLOCKS = 2048  # blocks: a 32,768-token prompt in blocks of 16
 SLOT_BYTES = 1 << 17  # 128 KiB, less than a small model's block; the arena is never touched
 SMALLEST_BYTES = 4096  # a slot: the start from disk reads records, whatever the size of their blocks
 ROUNDS = 200  # batches that push out others, and as many lookups
+LOOKUPS = (("gRPC", "lookup", "echo"), ("the socket", "lookup_socket", "echo_socket"))
 WRITE_DEADLINE_S = 600.0  # seconds for a slow disk to take 4 GiB
 
 T = TypeVar("T")
@@ -162,29 +164,34 @@ def measure(blocks: int) -> dict[str, Any]:
     return rounded | {"longest_ms_by": {what: round(value, 2) for what, value in longest.items()}}
 
 
-def start_from_disk(blocks: int, directory: Path) -> dict[str, float]:
-    """A real daemon with so many blocks on disk is killed and started: until its first lookup, and how fast it reads records."""
+def start_from_disk(blocks: int, directory: Path) -> dict[str, Any]:
+    """A daemon with so many blocks on disk is killed and started: until its first lookup, records a second, and lookups then."""
     flags = ["--index-blocks", str(blocks + 2 * BATCH_BLOCKS), "--nvme-write-bytes-per-s", "1TiB"]
     size = str(blocks * SMALLEST_BYTES + (1 << 30))
     with tempfile.TemporaryDirectory(dir=directory) as place, DaemonProcess(Path(place), flags, dram="1GiB", nvme_bytes=size) as daemon:
         bench = Bench(daemon, SMALLEST_BYTES, "scale")
-        for number in range(blocks // BATCH_BLOCKS):
-            hashes = bench.hashes(BATCH_BLOCKS, number)
-            _put(bench, hashes)
+        chains = blocks // BATCH_BLOCKS
+        for number in range(chains):
+            _put(bench, bench.hashes(BATCH_BLOCKS, number))
             bench.wait_written(number * BATCH_BLOCKS + BATCH_BLOCKS // 2, WRITE_DEADLINE_S)
-        bench.wait_written(blocks // BATCH_BLOCKS * BATCH_BLOCKS, WRITE_DEADLINE_S)
+        bench.wait_written(chains * BATCH_BLOCKS, WRITE_DEADLINE_S)
         bench.client.close()
         began = time.perf_counter()
         daemon.restart()
         bench = Bench(daemon, SMALLEST_BYTES, "scale")
-        found = bench.client.lookup(bench.space, hashes).blocks
+        found = bench.client.lookup(bench.space, bench.hashes(BATCH_BLOCKS, chains - 1)).blocks
         seconds = time.perf_counter() - began
+        if found != BATCH_BLOCKS:
+            raise RuntimeError(f"{found} of {BATCH_BLOCKS} blocks were found after the restart")
+        wait_touched(daemon)
+        some = np.random.default_rng(0).permutation(chains)[: 4 * CALLS]  # no chain is asked for twice
+        with Calls(daemon, bench, Path(place)) as calls:
+            lookups = calls.lookups([bench.hashes(BATCH_BLOCKS, int(number)) for number in some])
         bench.client.close()
         said = re.findall(r"nvme: (\d+) blocks recovered in (\S+) s", daemon.log())[-1]
-    if found != BATCH_BLOCKS:
-        raise RuntimeError(f"{found} of {BATCH_BLOCKS} blocks were found after the restart")
     read, read_s = int(said[0]), max(float(said[1]), 0.01)
-    return {"start_blocks": read, "start_s": round(seconds, 3), "start_records_per_s": round(read / read_s)}
+    figures = {"start_blocks": read, "start_s": round(seconds, 3), "start_records_per_s": round(read / read_s)}
+    return figures | {f"{what}_{BATCH_BLOCKS}_p50_ms": value for what, value in lookups.items()}
 
 
 def _put(bench: Bench, hashes: bytes) -> None:
@@ -210,6 +217,9 @@ def show(figures: dict[str, Any]) -> None:
     if "start_s" in figures:
         print(f"\n{figures['start_blocks']} blocks on disk: first lookup {figures['start_s']:.2f} s after the daemon was killed,")
         print(f"records read at {figures['start_records_per_s'] / 1e6:.2f} million a second")
+        over = ((name, figures[f"{call}_{BATCH_BLOCKS}_p50_ms"], figures[f"{echo}_{BATCH_BLOCKS}_p50_ms"]) for name, call, echo in LOOKUPS)
+        for name, call_ms, echo_ms in over:
+            print(f"lookup of {BATCH_BLOCKS} of them over {name}: {call_ms:.2f} ms, {call_ms / echo_ms:.2f} x an empty call")
 
 
 def _longest(row: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ DELETES_PER_JOB = 64  # deletes: each may be many records, which lie together
 VERIFY_BYTES_PER_JOB = 16 * 2**20  # 16 MiB: some 2 ms of a core; of small blocks enough to pay for the hand-over
 SCRUB_BYTES_PER_JOB = 2**20  # 1 MiB: under 2 ms of a disk, in which somebody may come who waits
 SCRUB_LOOK_S = 0.1  # seconds until the next look, where there was nothing to check
+SCRUB_LEAST_BYTES = 2**16  # 64 KiB of budget: checking a smaller block takes as long as one of this size, most of it not the disk's time
 SCRUB_BYTES_PER_WRONG_BLOCK = 2**20  # 1 MiB of budget: removing and logging it costs the loop more than reading it costs the disk
 
 
@@ -210,7 +211,7 @@ class Mover:
             return None
         scrubs = self._pulls.next_scrubs(SCRUB_BYTES_PER_JOB)
         self._scrub_at = 0.0 if scrubs else now + SCRUB_LOOK_S
-        self._scrub_budget.spend(sum(self._slot_bytes(scrub) for scrub in scrubs))
+        self._scrub_budget.spend(sum(max(SCRUB_LEAST_BYTES, self._slot_bytes(scrub)) for scrub in scrubs))
         return ScrubJob(tuple(scrubs)) if scrubs else None
 
     def _assign_job(self) -> Job | None:

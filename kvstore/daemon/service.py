@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore import __version__, errors
 from kvstore.cache.core import TierFigures
-from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH, Refused
+from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH, Looked, Refused
 from kvstore.config import Settings
 from kvstore.daemon import wire
 from kvstore.daemon.byte_calls import ByteCalls, in_time
@@ -96,29 +96,36 @@ class Service(KVStoreServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         self._check_epoch(request.epoch)
-        tenant = tenant_of(context)
-        group, hashes = wire.text_of(request.group, "group"), wire.hashes_of(request.hashes)
-        dram, *pools = self._hub.caches()
-        found = dram.lookup(tenant, request.namespace_id, group, hashes, pools)
-        if isinstance(found, Refused):
-            raise wire.refusal(found)
+        tenant, group = tenant_of(context), wire.text_of(request.group, "group")
+        if not group:
+            codes = self._leading(tenant, request.namespace_id, request.hashes)
+            return pb.LookupReply(epoch=self._hub.epoch, blocks=len(codes), tiers=[codes])
+        found = self._lookup(tenant, request.namespace_id, group, request.hashes)
         return pb.LookupReply(epoch=self._hub.epoch, blocks=found.blocks, tiers=[tiers.tobytes() for tiers in found.tiers])
 
     def look(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes:
         """`Lookup` of one namespace for a caller on this machine: the tiers of the leading blocks that are here."""
         self._check_epoch(epoch)
-        if not hashes or len(hashes) > HASH_BYTES * MAX_BLOCKS_PER_BATCH or self._hub.pools is not None:
-            keys = wire.hashes_of(hashes)
-        else:
-            codes = self._hub.cache.leading(UNIX_TENANT, namespace_id, hashes)
-            if isinstance(codes, Refused):
-                raise wire.refusal(codes)
-            return codes
+        return self._leading(UNIX_TENANT, namespace_id, hashes)
+
+    def _leading(self, tenant: str, namespace_id: int, hashes: bytes) -> bytes:
+        """The tiers of the leading blocks of one namespace."""
+        whole = len(hashes) % HASH_BYTES == 0 and 0 < len(hashes) <= HASH_BYTES * MAX_BLOCKS_PER_BATCH
+        if not whole or self._hub.pools is not None:
+            found = self._lookup(tenant, namespace_id, "", hashes)
+            return found.tiers[0][: found.blocks].tobytes()
+        codes = self._hub.cache.leading(tenant, namespace_id, hashes)
+        if isinstance(codes, Refused):
+            raise wire.refusal(codes)
+        return codes
+
+    def _lookup(self, tenant: str, namespace_id: int, group: str, hashes: bytes) -> Looked:
+        keys = wire.hashes_of(hashes)
         dram, *pools = self._hub.caches()
-        found = dram.lookup(UNIX_TENANT, namespace_id, "", keys, pools)
+        found = dram.lookup(tenant, namespace_id, group, keys, pools)
         if isinstance(found, Refused):
             raise wire.refusal(found)
-        return found.tiers[0][: found.blocks].tobytes()
+        return found
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> None:  # noqa: N802
         namespace = self._namespace(request.epoch, request.namespace_id, context)

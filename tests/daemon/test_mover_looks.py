@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.cache.messages import StartVerify, StartWrite, Tier, TransferResult
-from kvstore.daemon.jobs import Job, Moved, ReadJob, ScrubJob
-from kvstore.daemon.mover import SCRUB_BYTES_PER_JOB, VERIFY_BYTES_PER_JOB, Mover, MoverLimits, Pulls
+from kvstore.daemon.jobs import Job, Moved, NamespaceFacts, ReadJob, ScrubJob
+from kvstore.daemon.mover import SCRUB_BYTES_PER_JOB, SCRUB_LEAST_BYTES, VERIFY_BYTES_PER_JOB, Mover, MoverLimits, Pulls
 from kvstore.geometry import UNIT_BYTES
 from tests.daemon.test_mover import EXTENT_UNITS, NAMESPACES, SLOT_UNITS, delete, ok, read, transfers, write
 
@@ -19,13 +21,15 @@ def look(transfer: int, tier: Tier = Tier.DRAM) -> StartVerify:
 class Rig:
     """A mover, and what the core would like done."""
 
-    def __init__(self, lanes: int = 1, queue_depth: int = 32, scrub_bytes_per_s: int = 0) -> None:
+    def __init__(self, lanes: int = 1, queue_depth: int = 32, scrub_bytes_per_s: int = 0, slot_bytes: int = SLOT_BYTES) -> None:
+        self._slot_bytes = slot_bytes
         self.writes: list[int] = []
         self.sums: list[int] = []
         self.scrubs: list[int] = []
         pulls = Pulls(self.next_writes, self.next_sums, self.next_scrubs)
         limits = MoverLimits(lanes, queue_depth, EXTENT_UNITS, scrub_bytes_per_s=scrub_bytes_per_s)
-        self.mover = Mover(limits, NAMESPACES, pulls)
+        facts = NamespaceFacts(bytes(32), slot_bytes // UNIT_BYTES, slot_bytes)
+        self.mover = Mover(limits, NAMESPACES if slot_bytes == SLOT_BYTES else {1: facts}, pulls)
 
     def next_writes(self, limit: int) -> list[StartWrite]:
         taken, self.writes = self.writes[:limit], self.writes[limit:]
@@ -37,7 +41,7 @@ class Rig:
         return [look(each) for each in taken]
 
     def next_scrubs(self, limit_bytes: int) -> list[StartVerify]:
-        count = limit_bytes // SLOT_BYTES
+        count = limit_bytes // self._slot_bytes
         taken, self.scrubs = self.scrubs[:count], self.scrubs[count:]
         return [look(each, Tier.NVME) for each in taken]
 
@@ -132,8 +136,9 @@ def test_the_background_check_keeps_nobody_waiting() -> None:
     assert kinds(rig.mover.next_jobs(0.0)) == ["WriteJob"]
 
 
-def test_the_background_check_keeps_to_its_budget() -> None:
-    rig = Rig(scrub_bytes_per_s=SCRUB_BYTES_PER_S)
+@pytest.mark.parametrize("slot_bytes", [UNIT_BYTES, SLOT_BYTES, 2 * SCRUB_LEAST_BYTES])
+def test_the_background_check_keeps_to_its_budget_and_small_blocks_count_for_more(slot_bytes: int) -> None:
+    rig = Rig(scrub_bytes_per_s=64 * max(slot_bytes, SCRUB_LEAST_BYTES), slot_bytes=slot_bytes)
     rig.scrubs = list(range(100_000))
     now, looked_at = 0.0, 0
     while now < 20.0:
@@ -141,8 +146,8 @@ def test_the_background_check_keeps_to_its_budget() -> None:
         woken = rig.mover.wake_at()
         assert woken is not None
         now = max(woken, now + 1e-6)
-    at_most = 20 * 64 + 32 + SCRUB_BYTES_PER_JOB // SLOT_BYTES
-    assert 20 * 64 - SCRUB_BYTES_PER_JOB // SLOT_BYTES <= looked_at <= at_most
+    of_a_job = SCRUB_BYTES_PER_JOB // slot_bytes
+    assert 20 * 64 - of_a_job <= looked_at <= 20 * 64 + 32 + of_a_job
 
 
 def test_wrong_blocks_slow_the_background_check_down() -> None:

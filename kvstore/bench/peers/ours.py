@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.data import wait_touched
+from kvstore.bench.bench import wait_touched
 from kvstore.bench.peers.pipe import PeerFailed
 from kvstore.bench.peers.work import Work
 from kvstore.clients.client import KVClient
