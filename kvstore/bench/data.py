@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +119,16 @@ def _rounds(
             daemon.restart(kill=False)
             bench = Bench(daemon, block_bytes, str(number))
             bench.get(warm, None)
-            reads: list[tuple[str, Callable[[], float]]] = [
-                ("odirect_read", lambda disk=disk: disk.run(block_bytes, THREADS, write=False)),  # type: ignore[misc]
-                ("nvme_read", lambda bench=bench, hashes=hashes: gbps(size_bytes, timed(lambda: bench.get(hashes, None)))),
-            ]
+            raw, ours = partial(disk.run, block_bytes, THREADS, write=False), partial(_read_gbps, bench, hashes, size_bytes)
+            reads: list[tuple[str, Callable[[], float]]] = [("odirect_read", raw), ("nvme_read", ours)]
             for name, read in reads if number % 2 else reversed(reads):  # a cloud's disk gives more to whoever comes first
                 yield name, read()
             bench.client.close()
             disk.close()
+
+
+def _read_gbps(bench: Bench, hashes: bytes, size_bytes: int) -> float:
+    return gbps(size_bytes, timed(lambda: bench.get(hashes, None)))
 
 
 # ---- latency
