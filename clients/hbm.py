@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError, InvalidArgument, Unavailable
 from kvstore.kernels.driver import CudaDriver, CudaError
+from kvstore.kernels.memcpy import copy_and_wait
 from kvstore.kernels.sharing import ANSWER_S, Offer, receive_offer
 
 
@@ -76,17 +77,7 @@ class ImportedPool:
         driver, device = self._driver, self.device
         stream = driver.stream(device)
         try:
-            event = driver.event(device)
-            try:
-                try:
-                    for to, of, size_bytes in copies:
-                        driver.copy(device, stream, to, of, size_bytes)
-                finally:  # what was queued must have run before anybody gives the memory back, also where the rest could not be
-                    driver.record(device, stream, event)
-                    driver.wait(device, event)
-            finally:
-                with contextlib.suppress(CudaError):
-                    driver.close_event(device, event)
+            copy_and_wait(driver, device, stream, copies)
         finally:
             with contextlib.suppress(CudaError):
                 driver.close_stream(device, stream)

@@ -20,6 +20,7 @@ import torch
 from kvstore.clients.arena import Arena, Bytes
 from kvstore.clients.vllm_pages import Layers, Rows
 from kvstore.kernels.driver import CudaDriver, CudaError
+from kvstore.kernels.memcpy import copy_and_wait
 from kvstore.tiers.pinned import PinnedArena
 
 COPIES_AT_ONCE = 32  # blocks: some thousand copies of a large model, a few milliseconds, after which a save can be called off
@@ -118,18 +119,7 @@ class DevicePages:
         driver, device = self._gpu.driver, self._gpu.device
         if what not in self._streams:
             self._streams[what] = driver.stream(device)
-        stream = self._streams[what]
-        event = driver.event(device)
-        try:
-            try:
-                for to, of, size in copies:
-                    driver.copy(device, stream, to, of, size)
-            finally:  # what was queued must have run before anybody gives the memory back, also where the rest could not be
-                driver.record(device, stream, event)
-                driver.wait(device, event)
-        finally:
-            with contextlib.suppress(CudaError):
-                driver.close_event(device, event)
+        copy_and_wait(driver, device, self._streams[what], copies)
 
 
 def _joined(rows: Sequence[Rows]) -> list[Rows]:
