@@ -206,13 +206,13 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...], elsewhere: E
 
 
 def clear_piece(
-    state: State, namespaces: tuple[int, ...], start: int, elsewhere: Elsewhere | None = None, most: int = CLEAR_ROWS
+    state: State, namespaces: tuple[int, ...], start: int, elsewhere: Elsewhere | None = None, most: int = 0
 ) -> tuple[Cleared, int]:
-    """`clear` of the next rows from `start` (at first 1): what went, and where to go on, 0 at the end.
+    """`clear` of the next rows from `start` (at first 1), `most` or CLEAR_ROWS of them: what went, and where to go on, 0 at the end.
 
     The cache may go on between two pieces. `clear` must follow: it takes what has come meanwhile, and says when all is gone.
     """
-    index = state.index
+    index, most = state.index, most or CLEAR_ROWS
     rows = index.rows(start, start + most)
     return _clear_rows(state, rows, namespaces, elsewhere), index.next_rows(start + most)
 

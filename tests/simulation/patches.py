@@ -21,6 +21,7 @@ CLOCKED = (
     "daemon.server", "daemon.demotion", "daemon.service", "daemon.startup", "daemon.health_watch", "daemon.rpc", "tiers.health",
     "tiers.nvme",
 )  # fmt: skip
+FEW = ("slots", "sessions", "state", "singles")  # of the cache: who knows FEW_SLOTS
 EXTENT_UNITS = 4  # of the nvme tier: the product's own smallest extent would hold everything
 
 
@@ -48,8 +49,10 @@ class NoLookups:
 
 
 @contextlib.contextmanager
-def installed(machine: Machine, disk: Disk, memory: Memory, network: Network, gpus: Gpus) -> Iterator[None]:
-    """Inside, the product runs on this machine."""
+def installed(
+    machine: Machine, disk: Disk, memory: Memory, network: Network, gpus: Gpus, few_slots: int, piece_rows: int
+) -> Iterator[None]:
+    """Inside, the product runs on this machine. `few_slots`, `piece_rows`: a plan's portions."""
     calls = SystemCalls(disk)
     secret = Random(f"{machine.seed} secrets")
     secrets = SimpleNamespace(
@@ -59,6 +62,10 @@ def installed(machine: Machine, disk: Disk, memory: Memory, network: Network, gp
     small_files = SmallFiles(disk)
     clock = SimpleNamespace(monotonic=lambda: machine.now)
     table: dict[str, Any] = {
+        # how much is done at once
+        **{f"kvstore.cache.{module}.FEW_SLOTS": few_slots for module in FEW},
+        "kvstore.cache.core.SNAPSHOT_ROWS": piece_rows,
+        "kvstore.cache.recovery.CLEAR_ROWS": piece_rows,
         # the network
         "grpc.aio.insecure_channel": partial(Channel, network),
         "grpc.aio.server": partial(Server, network),

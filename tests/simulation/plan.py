@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from kvstore.cache.recovery import CLEAR_ROWS
+from kvstore.cache.slots import FEW_SLOTS
 from kvstore.config import DramSettings, IndexSettings, NvmeSettings, SessionSettings, Settings
 from tests.simulation.patches import EXTENT_UNITS
 
@@ -31,6 +33,15 @@ class PoolPlan:
 
 
 @dataclass(frozen=True)
+class Portions:
+    """Up to how many slots are gone over one by one, and how many rows a piece of a clear or a snapshot has: what the product has, or
+    less, so that what is meant for thousands meets the few blocks of a simulation."""
+
+    few_slots: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module's text."""
 
@@ -38,6 +49,7 @@ class Plan:
     settings: Settings
     touch_s: float  # seconds until a new arena is touched to its end
     pools: PoolPlan
+    portions: Portions
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -71,7 +83,9 @@ class Plan:
             shutdown_s=1.0,
         )
         pool = PoolPlan(count, gpus.choice((2, 3, 5)) * EXTENT_UNITS)
-        return cls(faults, settings, chance.choice((0.0, 0.0, 0.5)), pool)
+        portion = Random(f"{seed} portions")
+        portions = Portions(portion.choice((0, 2, FEW_SLOTS)), portion.choice((3, 20, CLEAR_ROWS)))
+        return cls(faults, settings, chance.choice((0.0, 0.0, 0.5)), pool, portions)
 
     def has(self, fault: str) -> bool:
         return fault in self.faults

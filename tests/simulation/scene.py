@@ -84,7 +84,8 @@ class Scene:
         watcher = _Log(self.machine)
         logging.getLogger("kvstore").addHandler(watcher)
         try:
-            with installed(self.machine, self.disk, self.memory, self.network, self.gpus):
+            portions = self.plan.portions
+            with installed(self.machine, self.disk, self.memory, self.network, self.gpus, portions.few_slots, portions.rows):
                 self._play()
         except Wrong as failure:
             report.failure = Wrong(str(failure), failure.key)  # without its traceback: that does not travel between processes
