@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kvstore.cli.model_arguments import add_namespace_arguments, geometry_of, identity_of
+from kvstore.cli.model_arguments import add_namespace_arguments, geometry_of, identity_of, names_namespace
 from kvstore.config import format_bytes
 
 NAME = "clear"
@@ -24,13 +24,16 @@ def run(args: argparse.Namespace) -> int:
     """Ask, clear, and say what was cleared; exit status 1 where the answer was no."""
     from kvstore.clients.client import KVClient
 
+    named = (identity_of(args), geometry_of(args)) if names_namespace(args) else None
     with KVClient(args.address) as client:
-        namespace = client.open_namespace(identity_of(args), geometry_of(args), args.shard) if args.identity or args.geometry else None
+        namespace = client.open_namespace(*named, args.shard) if named else None
         if not args.yes and not _agreed("every block of this namespace" if namespace else "every block that the daemon has"):
             print("nothing was cleared")
             return 1
         cleared = client.clear(namespace)
     print(f"cleared {cleared.blocks} blocks: {format_bytes(cleared.dram_bytes)} in dram, {format_bytes(cleared.nvme_bytes)} on nvme")
+    if namespace and not cleared.blocks:
+        print("the namespace was empty; see that the identity, geometry and shard are those of the engine", file=sys.stderr)
     if cleared.held_blocks:
         print(f"{cleared.held_blocks} of them are still read by attached processes: nobody finds them any more, their memory follows")
     return 0
@@ -40,4 +43,8 @@ def _agreed(what: str) -> bool:
     if not sys.stdin.isatty():
         print(f"this forgets {what}; repeat it with --yes", file=sys.stderr)
         return False
-    return input(f"Forget {what}, in memory and on disk? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"Forget {what}, in memory and on disk? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False

@@ -9,6 +9,8 @@ from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 
+BLOCK_TOKENS = 16  # tokens of a block where none are given: those of the worker and of transformers' client
+
 
 def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
@@ -16,8 +18,18 @@ def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--identity", metavar="FILE", help='JSON of the identity: {"model": ..., "revision": ...}; what is absent is ""')
     group.add_argument("--geometry", metavar="FILE", help="JSON of the geometry, as Geometry.fields() gives it, or a model's config.json")
     group.add_argument("--dtype", help="with a config.json: the stored type by torch's name (default: the config's)")
-    group.add_argument("--block-tokens", type=int, default=16, help="with a config.json: tokens per block (default %(default)s)")
+    group.add_argument("--block-tokens", type=int, help=f"with a config.json: tokens per block (default {BLOCK_TOKENS})")
     group.add_argument("--shard", default="", help='the shard, where there are several: "tp0/2"')
+
+
+def names_namespace(args: argparse.Namespace) -> bool:
+    """Whether the arguments name a namespace. Raises InvalidArgument where they only narrow one that is not named."""
+    if args.identity or args.geometry:
+        return True
+    narrowing = {"--dtype": args.dtype is not None, "--block-tokens": args.block_tokens is not None, "--shard": bool(args.shard)}
+    if given := [flag for flag, there in narrowing.items() if there]:
+        raise InvalidArgument(f"{', '.join(given)} alone names no namespace; give --identity and --geometry too")
+    return False
 
 
 def identity_of(args: argparse.Namespace) -> Identity:
@@ -36,7 +48,7 @@ def geometry_of(args: argparse.Namespace) -> Geometry:
     facts = _json(args.geometry)
     if "kv_dtype" in facts:
         return Geometry.from_fields(facts)
-    return Geometry.from_hf_config(facts, args.dtype, args.block_tokens)
+    return Geometry.from_hf_config(facts, args.dtype, BLOCK_TOKENS if args.block_tokens is None else args.block_tokens)
 
 
 def _json(path: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.main import main
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain, each_hash, pattern, tokens_of
@@ -32,6 +34,12 @@ def files(shared: DaemonProcess, tmp_path: Path) -> list[str]:
     (tmp_path / "identity.json").write_text(json.dumps(IDENTITY.fields()))
     (tmp_path / "geometry.json").write_text(json.dumps(GEOMETRY.fields()))
     return ["--address", shared.address, "--identity", str(tmp_path / "identity.json"), "--geometry", str(tmp_path / "geometry.json")]
+
+
+def stored(files: list[str]) -> int:
+    """How many blocks the fixture's namespace has."""
+    with KVClient(files[1]) as client:
+        return client.lookup(client.open_namespace(IDENTITY, GEOMETRY), chain(1, 3)).blocks
 
 
 def kvstore(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
@@ -101,6 +109,33 @@ def test_clear_says_what_it_cleared(files: list[str]) -> None:
     assert "cleared 3 blocks: 48.0 KiB in dram" in done.stdout
     assert json.loads(kvstore("lookup", *files, "--tokens", "-", given=json.dumps(tokens_of(1, 3))).stdout)["blocks"] == 0
     assert "cleared 0 blocks" in kvstore("clear", *files[:2], "--yes").stdout
+
+
+@pytest.mark.parametrize("flags", [["--shard", "tp0/2"], ["--dtype", "float16"], ["--block-tokens", "16"]])
+def test_clear_takes_no_part_of_a_namespace_for_all_of_them(files: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clear", *files[:2], *flags, "--yes"]) == 2
+    assert f"{flags[0]} alone names no namespace" in capsys.readouterr().err
+    assert stored(files) == 3
+
+
+def test_clear_says_that_a_namespace_was_empty(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clear", *files, "--shard", "tp0/2", "--yes"]) == 0
+    assert "the namespace was empty" in capsys.readouterr().err
+    assert stored(files) == 3
+
+
+class Terminal(io.StringIO):
+    """Standard input as a person's terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("typed", "status", "left"), [("", 1, 3), ("n\n", 1, 3), ("yes\n", 0, 0)])
+def test_clear_forgets_only_after_a_yes(files: list[str], typed: str, status: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    assert main(["clear", *files]) == status
+    assert stored(files) == left
 
 
 @pytest.mark.parametrize("command", ["stats", "clear"])
