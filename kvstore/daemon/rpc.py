@@ -108,6 +108,9 @@ class Edge:
                 code, text = status_of(errors.InternalFault(f"{error!r}; please report it"))
             finally:
                 self._meter.call_ended(method, code.name, time.monotonic() - started_at)
-            return await context.abort(code, text)
+            try:
+                return await context.abort(code, text)
+            except grpc.aio.InternalError as error:  # the caller has gone, which grpc has not noticed yet: nobody is to be told
+                raise asyncio.CancelledError from error
 
         return call

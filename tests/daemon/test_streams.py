@@ -209,6 +209,28 @@ def test_every_error_becomes_a_status_in_one_place(raised: Exception, says: str)
     assert meter.codes == [says.split()[0]]
 
 
+class Left(Context):
+    """Of a caller who has gone, which grpc notices as it answers."""
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        raise grpc.aio.InternalError("the batch failed")
+
+
+def test_an_error_for_a_caller_who_has_gone_is_told_nobody() -> None:
+    async def act(_request: object, _context: object) -> None:
+        raise errors.NotFound("no such")
+
+    async def call() -> None:
+        handler = grpc.unary_stream_rpc_method_handler(act, pb.WatchRequest.FromString, pb.WatchEvent.SerializeToString)
+        no_server: Any = None
+        with pytest.raises(asyncio.CancelledError):
+            await Edge(no_server, meter).wrap("Watch", handler).unary_stream(pb.WatchRequest(), Left())
+
+    meter = Meter()
+    asyncio.run(call())
+    assert meter.codes == ["NOT_FOUND"]
+
+
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KVStoreError)]
 
 
