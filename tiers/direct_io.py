@@ -53,6 +53,11 @@ class SharedFd:
                 self.failed_syncs += 1
                 raise os_fault(self.path, "sync", 0, error) from error
 
+    def deleted(self) -> bool:
+        """Whether the file has no name any more, so that it ends with the process. Asks no disk. Raises Unavailable after `close`."""
+        with self.use() as fd:
+            return os.fstat(fd).st_nlink == 0
+
     def close(self) -> None:
         """Refuse new users; the descriptor goes with the last one. Idempotent, does not wait."""
         with self._lock:
@@ -114,6 +119,10 @@ class DirectFile:
     def failed_syncs(self) -> int:
         """See `SharedFd`."""
         return self._fd.failed_syncs
+
+    def deleted(self) -> bool:
+        """See `SharedFd.deleted`."""
+        return self._fd.deleted()
 
     def close(self) -> None:
         """Refuse further calls; those in progress end by themselves."""

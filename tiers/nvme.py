@@ -25,7 +25,7 @@ from kvstore.config import format_bytes
 from kvstore.errors import ConfigError, EnvironmentFault, KVStoreError, Unavailable
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import record_codec as codec
-from kvstore.tiers.base import BlockRecord, Health
+from kvstore.tiers.base import BlockRecord, Health, HealthState
 from kvstore.tiers.direct_io import DirectFile, check_range, write_and_read_back
 from kvstore.tiers.health import HealthRecord
 from kvstore.tiers.nvme_directory import Layout, NvmeDirectory, StoredNamespace
@@ -131,6 +131,7 @@ class NvmeTier:
         Raises ResourceExhausted where the disk is full, Unavailable on other faults.
         """
         with self._watched("namespaces"):
+            self._require_files()
             return await self.directory.add_namespace(digest, facts)
 
     async def forget_unused(self, loaded: LoadedRecords) -> int:
@@ -168,6 +169,7 @@ class NvmeTier:
         for start in itertools.accumulate((source.nbytes for source in sources[:-1]), initial=offset_bytes):
             self._failed_syncs[start] = self._data.failed_syncs
         with self._watched("write"):
+            self._require_files()
             self._data.write(offset_bytes, sources)
 
     def assign_extent(self, extent: int, slot_units: int) -> None:
@@ -183,6 +185,7 @@ class NvmeTier:
                 self._sync_data([record.units * UNIT_BYTES for record in records])
             with self._on_medium():
                 self._records.write(encoded)
+            self._require_files()  # last: what is deleted from here on was stored
 
     def delete_records(self, units: NDArray[np.uint32], quarantine: bool) -> None:
         """See `BlockTier.delete_records`."""
@@ -200,7 +203,10 @@ class NvmeTier:
 
     def health(self) -> Health:
         """See `ByteTier.health`."""
-        return self._health.health()
+        health = self._health.health()
+        if health.state is not HealthState.FAILED and (why := self._deleted()):
+            return Health(HealthState.DEGRADED, why)
+        return health
 
     def probe(self) -> None:
         """Where faults stand and none is new, write a page and read it back: if that works, they stand no more. Call it in a thread.
@@ -219,8 +225,9 @@ class NvmeTier:
             self._health.well(began_at)
 
     async def stop_clean(self) -> None:
-        """Sync, say on disk that this was an orderly stop, and close. Nothing may be written any more."""
+        """Sync, say on disk that this was an orderly stop, and close. Nothing may be written any more. Raises as `write` does."""
         self.sync()
+        self._require_files()  # the directory may be another daemon's by now
         await self.directory.mark_clean()
         self.close()
 
@@ -230,6 +237,19 @@ class NvmeTier:
         self._data.close()
         self._records.close()
         self.directory.close()
+
+    def _deleted(self) -> str:
+        """What to say where a file has been deleted under the daemon; empty where both are in place."""
+        gone = [name for name, file in (("data", self._data), ("records", self._records)) if file.deleted()]
+        if not gone:
+            return ""
+        what = f"{self.directory.path}: {' and '.join(gone)} deleted under the daemon"
+        return f"{what}; what is there is served until it stops, nothing more is stored; restart it, and it begins with an empty disk"
+
+    def _require_files(self) -> None:
+        """Raises Unavailable where what is written now would be gone with the daemon."""
+        if why := self._deleted():
+            raise Unavailable(why)
 
     def _encoded(self, blocks: Sequence[BlockRecord]) -> codec.Records:
         records = codec.empty(len(blocks))

@@ -148,6 +148,10 @@ class RecordFile:
         """See `SharedFd`."""
         return self._fd.failed_syncs
 
+    def deleted(self) -> bool:
+        """See `SharedFd.deleted`."""
+        return self._fd.deleted()
+
     def close(self) -> None:
         """Refuse further calls; those in progress end by themselves."""
         self._fd.close()

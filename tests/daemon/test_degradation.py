@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -199,6 +200,27 @@ def test_a_real_limit_on_files_shows_and_passes(daemon: DaemonProcess) -> None:
         limit_files(daemon.pid, None)
         assert all_on_disk(client, 30)
         assert shows_as(daemon, client, "ok", BACK_S)
+
+
+def test_a_directory_deleted_under_the_daemon_shows_and_takes_no_more_blocks(daemon: DaemonProcess) -> None:
+    """What lies in files without a name is served as before, and gone with the daemon: nothing more may be reported stored there."""
+    with KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, GEOMETRY)
+        store(client, namespace, chain(1, 20))
+        assert all_on_disk(client, 20)
+        shutil.rmtree(daemon.data)
+        assert shows_as(daemon, client, "degraded")
+        assert "deleted under the daemon" in tier(client, "nvme").health_reason
+        assert store(client, namespace, chain(2, 20)).stored == 20, "memory serves as ever"
+        assert eventually(lambda: metric(daemon, 'kvstore_cache_events_total{event="failed_writes"}') >= 1)
+        assert client.lookup(namespace, chain(2, 20)).tiers == ("dram",) * 20
+        assert tier(client, "nvme").blocks == 20
+        assert daemon.log().count("nvme is degraded: ") == 1
+        daemon.restart()
+        assert read(client, namespace, chain(1, 20)) == 0
+        assert store(client, namespace, chain(1, 20)).stored == 20
+        assert all_on_disk(client, 20)
+        assert tier(client, "nvme").health == "ok"
 
 
 def test_a_sender_that_stops_gives_its_slot_back(tmp_path: Path) -> None:

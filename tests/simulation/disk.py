@@ -82,7 +82,7 @@ class SystemCalls:
         pass  # numbers are not used again: a late call by an old one would show
 
     def fstat(self, fd: int) -> SimpleNamespace:
-        return SimpleNamespace(st_size=len(self._medium(fd).bytes))
+        return SimpleNamespace(st_size=len(self._medium(fd).bytes), st_nlink=1)
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         self._must("resize")

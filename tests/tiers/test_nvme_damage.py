@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -115,12 +119,32 @@ def test_blocks_beyond_a_truncated_file_are_gone_after_restart(disk: Disk) -> No
     assert sorted(found(disk.open())) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_deleted_data_file_serves_until_restart_and_is_empty_then(disk: Disk) -> None:
-    tier = disk.filled(10)
-    (disk.directory / "data").unlink()
+DELETED: dict[str, Callable[[Path], None]] = {
+    "data": lambda directory: (directory / "data").unlink(),
+    "records": lambda directory: (directory / "records").unlink(),
+    "data and records": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("what", DELETED)
+def test_what_is_deleted_serves_until_restart_takes_nothing_and_is_empty_then(disk: Disk, what: str) -> None:
+    tier = disk.filled(9)
+    new = filled(9, SLOT_UNITS * UNIT_BYTES)
+    tier.write(units_of(9) * UNIT_BYTES, [new])
+    DELETED[what](disk.directory)
     data = aligned(SLOT_UNITS * UNIT_BYTES)
-    tier.read(units_of(9) * UNIT_BYTES, [data])
-    assert data == filled(9, SLOT_UNITS * UNIT_BYTES)
+    tier.read(units_of(8) * UNIT_BYTES, [data])
+    assert data == filled(8, SLOT_UNITS * UNIT_BYTES)
+    assert (tier.health().state, f"{what} deleted under the daemon; " in tier.health().reason) == (HealthState.DEGRADED, True)
+    with pytest.raises(Unavailable, match="restart it"):
+        tier.write_records([record_of(9, new)])
+    with pytest.raises(Unavailable, match="restart it"):
+        tier.write(units_of(9) * UNIT_BYTES, [new])
+    with pytest.raises(Unavailable, match="restart it"):
+        asyncio.run(tier.add_namespace(bytes(32), {}))
+    with pytest.raises(Unavailable, match="restart it"):
+        asyncio.run(tier.stop_clean())
+    assert tier.health().reason.count("restart it") == 1
     tier.close()
     tier = disk.open()
     assert found(tier) == {}
