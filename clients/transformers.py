@@ -30,13 +30,23 @@ from kvstore.clients.client import GET_TIMEOUT_S, KVClient
 from kvstore.clients.handles import Namespace
 from kvstore.clients.patience import TROUBLE, Patience
 from kvstore.clients.requests import MAX_BLOCKS_PER_CALL
-from kvstore.clients.transformers_model import Layout, check_fits, has_adapters, identity_of, layout_of, padding_ids
+from kvstore.clients.transformers_model import (
+    Layout,
+    check_fits,
+    has_adapters,
+    identity_of,
+    layout_of,
+    padding_ids,
+    same_weights,
+    weights_now,
+)
 from kvstore.errors import InvalidArgument
 from kvstore.hashing import HASH_BYTES, Identity, block_hashes, fingerprint, usable_blocks
 
 __all__ = ["PrefixCache", "PrefixStore", "Stored", "identity_of"]
 
 BLOCK_TOKENS = 16  # tokens: as the worker's, so that the two can share
+CHANGED = "the model's weights have changed since its PrefixStore was made: nothing is loaded or stored; make a new PrefixStore"
 BLOCKS_AT_ONCE = 64  # blocks gathered before they are written: some tens of MiB beside the cache itself
 
 log = logging.getLogger("kvstore.transformers")
@@ -101,11 +111,13 @@ class PrefixStore:
         self.model, self._client = model, client
         self._check_mode()
         self._layout: Layout = layout_of(model, block_tokens)
+        self._weights = weights_now(model)
         self.geometry = self._layout.geometry
         self.identity = identity_of(model) if identity is None else identity
         check_fits(self.identity, model)
         self._namespace: Namespace | None = None
         self._patience = Patience(log)
+        self._said_changed = False
 
     def load(
         self,
@@ -121,7 +133,8 @@ class PrefixStore:
         adapter   the digest of the active adapter's weights: a model that has adapters needs one at each call
         salt      only requests with an equal one share
         timeout_s for blocks to come up from the disk: what has not come by then is computed
-        Of a batch, as many columns as every row can fill. A store in trouble costs seconds, once in a while, and never the answer.
+        Of a batch, as many columns as every row can fill. A store in trouble costs seconds, once in a while, and never the answer. Where
+        the weights have changed since this PrefixStore was made it is empty, and its `fault` says so.
         """
         self._check_mode()
         if adapter is None and not self.identity.adapter and has_adapters(self.model):
@@ -129,6 +142,9 @@ class PrefixStore:
         wanted = {name: value for name, value in (("adapter", adapter), ("salt", salt)) if value is not None}
         rows = rows_of(_numbers(input_ids), None if attention_mask is None else _numbers(attention_mask))
         cache = PrefixCache(self.model.config, rows, fingerprint(replace(self.identity, **wanted)))
+        if self._changed():
+            cache.fault = CHANGED
+            return cache
         try:
             self._fill(cache, time.monotonic() + timeout_s)
         except TROUBLE as error:
@@ -148,6 +164,8 @@ class PrefixStore:
         done = [0] * len(texts)
         if cache.get_seq_length() == 0:
             return Stored(tuple(done))
+        if self._changed():
+            return Stored(tuple(done), CHANGED)
         self._layout.check(cache, len(texts))
         try:
             for row, tokens in enumerate(texts):
@@ -231,6 +249,14 @@ class PrefixStore:
     def _check_mode(self) -> None:
         if self.model.training:
             raise InvalidArgument("the model is in training mode, where dropout changes its keys and values; call model.eval()")
+
+    def _changed(self) -> bool:
+        """Whether the identity names other weights than the model's; says so in the log, once."""
+        changed = not same_weights(self.model, self._weights)
+        if changed and not self._said_changed:
+            self._said_changed = True
+            log.warning("%s", CHANGED)
+        return changed
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:

@@ -135,6 +135,40 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None))
 
 
+def weights_now(model: PreTrainedModel) -> frozenset[tuple[object, ...]]:
+    """What tells cheaply whether weights or buffers have changed: where each lies, its version, type and shape, and its middle element.
+
+    Its version counts what autograd sees. What goes past it, as `weight.data += ...` does, shows in the middle element. Not of adapters:
+    their digest is given at each call.
+    """
+    adapters = _adapter_weights(model) if has_adapters(model) else set()
+    weights = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in adapters]
+    facts: list[tuple[object, ...]] = []
+    samples: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    with torch.no_grad():
+        for weight in weights:
+            plain = weight.detach()
+            where: tuple[object, ...] = ()
+            if weight.device.type != "meta":  # those that come from elsewhere for each pass are other tensors every time
+                where = (0 if weight.is_inference() else weight._version, weight.data_ptr())
+            facts.append((weight.dtype, weight.shape, *where))
+            if where and weight.numel() and type(plain) is Tensor and plain.layout is torch.strided:
+                middle = sum(size // 2 * step for size, step in zip(plain.shape, plain.stride(), strict=True))
+                sample = plain.as_strided((1,), (1,), plain.storage_offset() + middle)
+                samples.setdefault((plain.device, plain.dtype), []).append((len(facts) - 1, sample))
+        for (_, dtype), group in samples.items():
+            values = torch.cat([sample for _, sample in group]).view(torch.uint8).cpu().numpy().reshape(-1, dtype.itemsize)
+            for (index, _), value in zip(group, values, strict=True):
+                facts[index] += (value.tobytes(),)
+    return frozenset(facts)
+
+
+def same_weights(model: PreTrainedModel, then: frozenset[tuple[object, ...]]) -> bool:
+    """Whether the model still has the weights of which `weights_now` gave `then`; adapters may have come beside them."""
+    now = weights_now(model)
+    return then <= now if has_adapters(model) else then == now
+
+
 def padding_ids(model: PreTrainedModel) -> list[int]:
     """The ids with which `generate` fills up the rows that ended before others."""
     settings = model.generation_config
@@ -143,6 +177,12 @@ def padding_ids(model: PreTrainedModel) -> list[int]:
         if found is not None:
             return [int(token) for token in (found if isinstance(found, list) else [found])]
     return []
+
+
+def _adapter_weights(model: PreTrainedModel) -> set[int]:
+    """The ids of the parameters that adapters brought, by what their layers say of themselves."""
+    parts = (getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ()))
+    return {id(weight) for part in parts if isinstance(part, torch.nn.Module) for weight in (*part.parameters(), *part.buffers())}
 
 
 def _as_tensor(block: Bytes, view: TensorView) -> Tensor:

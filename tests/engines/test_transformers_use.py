@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.clients.client import KVClient
 from kvstore.clients.patience import AWAY_S
-from kvstore.clients.transformers import PrefixCache, PrefixStore
+from kvstore.clients.transformers import PrefixCache, PrefixStore, identity_of
 from kvstore.errors import InvalidArgument, Unavailable
 from kvstore.testing.daemon import DaemonProcess
 from tests.engines.hf import BLOCK, TOLERANCE, batch, generate, leave, logits_of, prompt
@@ -204,3 +204,87 @@ def test_where_the_arena_cannot_be_mapped_blocks_go_over_grpc(
     assert prefixes._client._attached is None
     assert cache.hit_tokens == (48,)
     assert (logits_of(model, ids, mask, cache) - logits_of(model, ids, mask)).abs().max() <= TOLERANCE
+
+
+def _in_place(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        cast(Any, model).model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+
+
+def _merged(model: PreTrainedModel) -> None:
+    for layer in cast(Any, model).model.layers:
+        layer.self_attn.q_proj.weight.data += 0.05  # as those who merge adapters do: autograd counts nothing
+
+
+def _replaced(model: PreTrainedModel) -> None:
+    projection = cast(Any, model).model.layers[0].self_attn.v_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach() * 1.1)
+
+
+def _cast(model: PreTrainedModel) -> None:
+    cast(Any, model).half()
+
+
+def _cast_and_back(model: PreTrainedModel) -> None:
+    cast(Any, model).half().float()
+
+
+@pytest.mark.parametrize("change", [_in_place, _merged, _replaced, _cast, _cast_and_back])
+def test_weights_that_have_changed_neither_load_nor_store(
+    change: Callable[[PreTrainedModel], None], daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (ids, mask) = small(seed=33), batch([prompt(60, seed=33)])
+    with KVClient(daemon.address) as client:
+        client.clear()
+        prefixes = PrefixStore(model, client)
+        leave(prefixes, prompt(60, seed=33))
+        before = prefixes.load(ids, mask)
+        assert before.hit_tokens == (48,)
+        change(model)
+        for _ in range(2):
+            cache = prefixes.load(ids, mask)
+            assert (cache.hit_tokens, cache.get_seq_length()) == ((0,), 0)
+            assert "make a new PrefixStore" in cache.fault
+        logits_of(model, ids, mask, cache)
+        for unstored in (cache, before):
+            assert prefixes.store(unstored).tokens == (0,)
+            assert "make a new PrefixStore" in prefixes.store(unstored).fault
+        assert sum("make a new PrefixStore" in record.message for record in caplog.records) == 1
+        anew = PrefixStore(model, client)
+        assert leave(anew, prompt(60, seed=33)).hit_tokens == (0,)
+        assert anew.load(ids, mask).hit_tokens == (48,)
+
+
+def test_a_buffer_that_has_changed_is_seen(daemon: DaemonProcess) -> None:
+    model = small(seed=35)
+    with KVClient(daemon.address) as client:
+        prefixes = PrefixStore(model, client)
+        cast(Any, model).model.rotary_emb.inv_freq.mul_(0.5)
+        assert "have changed" in prefixes.load(*batch([prompt(20)])).fault
+
+
+def test_adapters_that_come_and_go_beside_the_weights_are_no_change(daemon: DaemonProcess) -> None:
+    class Adapted(torch.nn.Module):  # as the library that attaches them does
+        adapter_layer_names = ("lora_A",)
+
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A = base, torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)})
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return cast(torch.Tensor, self.base_layer(given))
+
+    model = small(seed=34)
+    attention = cast(Any, model).model.layers[0].self_attn
+    with KVClient(daemon.address) as client:
+        prefixes = PrefixStore(model, client)
+        attention.q_proj = Adapted(attention.q_proj)
+        cast(Any, model).peft_config = {"default": object()}
+        assert prefixes.load(*batch([prompt(20)]), adapter="sha256:1").fault == ""
+        later = PrefixStore(model, client, identity_of(model, revision="1"))
+        with torch.no_grad():
+            attention.q_proj.lora_A["default"].weight += 1
+        assert later.load(*batch([prompt(20)]), adapter="sha256:2").fault == ""
+        with torch.no_grad():
+            attention.q_proj.base_layer.weight += 1
+        assert "have changed" in later.load(*batch([prompt(20)]), adapter="sha256:2").fault
