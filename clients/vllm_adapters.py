@@ -42,10 +42,13 @@ class Adapters:
         """The adapter of vLLM's LoRARequest (None: no adapter); None while it is being hashed, for `timeout_s` at most."""
         if lora is None:
             return NO_ADAPTER
-        files = _files(Path(lora.lora_path))
+        try:
+            files = _files(Path(lora.lora_path))
+            stats = [(file, file.stat()) for file in files]
+        except (OSError, ValueError):  # a link to nothing, a folder that may not be read, a path that is none
+            return UNKNOWN
         if not files:
             return UNKNOWN  # not a folder here: nothing says which weights it has
-        stats = [(file, file.stat()) for file in files]
         key = tuple((str(file), stat.st_size, stat.st_ino, stat.st_mtime_ns) for file, stat in stats)
         hashing = self._of.get(key)
         if hashing is None:
