@@ -24,6 +24,7 @@ from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
 from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
+from kvstore.clients.life import Life
 from kvstore.clients.link import Unmapped
 from kvstore.clients.put import Put
 from kvstore.clients.requests import KEEP_ALL, Keep
@@ -66,7 +67,7 @@ class AsyncKVClient:
         self._link: AsyncLink | None = None
         self._attached: Attached | None = None
         self._unmapped_until = 0.0  # blocks go over gRPC till then
-        self._closed = False
+        self._life = Life()
 
     # ---- namespaces
 
@@ -102,7 +103,7 @@ class AsyncKVClient:
         try:
             yield lease
         finally:
-            await self._run(reading.close_lease(lease))
+            await self._leave(reading.close_lease(lease))
 
     @asynccontextmanager
     async def put(
@@ -114,9 +115,10 @@ class AsyncKVClient:
         try:
             yield put
         except BaseException:
-            await self._run(writing.abandon_put(put))
+            await self._leave(writing.abandon_put(put))
             raise
-        await self._run(writing.finish_put(namespace, put))
+        self._life.check_process()
+        await self._leave(writing.finish_put(namespace, put))
 
     # ---- operations
 
@@ -142,23 +144,27 @@ class AsyncKVClient:
 
     async def watch(self, namespace: Namespace | None = None) -> AsyncIterator[Watched]:
         """What is stored now, then what changes, until the caller stops. See KVClient.watch."""
+        self._life.check()
         if namespace is not None:
             await self._run(reopen(namespace))
         epoch, number = namespace.opened if namespace is not None else ("", 0)
         request = pb.WatchRequest(namespace_id=number, epoch=epoch)
-        stream = self._stub.Watch(request)
         try:
-            async for event in stream:
-                yield Watched.of(event)
-        except grpc.RpcError as error:
-            raise error_of(error, self.place) from None
-        finally:
-            stream.cancel()
+            stream = self._stub.Watch(request)
+            try:
+                async for event in stream:
+                    yield Watched.of(event)
+            finally:
+                stream.cancel()
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+            raise self._error_of(error) from None
 
     async def close(self) -> None:
         """End the session and the connection. Idempotent. Leases still held keep their memory until they are given back."""
+        if self._life.forked:
+            return  # session and connections are the parent's, which goes on
         async with self._attaching:
-            link, self._link, self._closed = self._link, None, True
+            link, self._link, self._life.closed = self._link, None, True
         if link is not None:
             await link.close()
         self._gpus.close()
@@ -174,11 +180,20 @@ class AsyncKVClient:
     # ---- carrying out
 
     async def _run(self, steps: Steps[T]) -> T:
+        self._life.check()
+        return await self._carried_out(steps)
+
+    async def _leave(self, steps: Steps[None]) -> None:
+        """What ends an `async with` block: of a closed client too, but never in a child process."""
+        if not self._life.forked:
+            await self._carried_out(steps)
+
+    async def _carried_out(self, steps: Steps[T]) -> T:
         try:
             command = next(steps)
             while True:
                 try:
-                    result = await self._do(command)
+                    result = await self._done(command)
                 except BaseException as error:  # noqa: BLE001 — every fault belongs to the steps, which clean up and pass it on
                     command = steps.throw(error)
                 else:
@@ -186,6 +201,21 @@ class AsyncKVClient:
         except StopIteration as done:
             result_of_steps: T = done.value
             return result_of_steps
+
+    async def _done(self, command: Command) -> Any:
+        try:
+            return await self._do(command)
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+            raise self._error_of(error) from None
+
+    def _error_of(self, error: grpc.RpcError | grpc.aio.UsageError | asyncio.CancelledError) -> BaseException:
+        """The store's error for what a call raised: closing the channel cancels its calls, which nobody asked of the task."""
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (not self._life.closed or (task is not None and task.cancelling())):
+            return error
+        if self._life.closed:
+            return self._life.ended()
+        return error_of(error, self.place) if isinstance(error, grpc.RpcError) else error
 
     async def _do(self, command: Command) -> Any:
         match command:
@@ -200,32 +230,28 @@ class AsyncKVClient:
             case MapPool(attached, gpu):
                 return await asyncio.to_thread(self._gpus.mapped, attached, gpu)
             case Pause(seconds):
+                self._life.check()
                 return await asyncio.sleep(seconds)
-        if self._closed:
-            raise errors.SessionEnded("the client was closed; make a new one")
-        try:
-            match command:
-                case Call(request=pb.LookupRequest() as asked) if (reply := await self._quick.ask(asked, command.timeout_s)) is not None:
-                    return reply
-                case Call(method, request, timeout_s):
-                    return await getattr(self._stub, method)(request, timeout=timeout_s)
-                case Receive(method, request, timeout_s):
-                    return [message async for message in getattr(self._stub, method)(request, timeout=timeout_s)]
-                case Send(method, messages, timeout_s):
-                    return await getattr(self._stub, method)(messages(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise error_of(error, self.place) from None
+        self._life.check()
+        match command:
+            case Call(request=pb.LookupRequest() as asked) if (reply := await self._quick.ask(asked, command.timeout_s)) is not None:
+                return reply
+            case Call(method, request, timeout_s):
+                return await getattr(self._stub, method)(request, timeout=timeout_s)
+            case Receive(method, request, timeout_s):
+                return [message async for message in getattr(self._stub, method)(request, timeout=timeout_s)]
+            case Send(method, messages, timeout_s):
+                return await getattr(self._stub, method)(messages(), timeout=timeout_s)
 
     def _link_of(self, attached: Attached) -> AsyncLink:
         link = self._link
         if link is None or attached is not self._attached:
-            raise attached.error or errors.SessionEnded("the client was closed; make a new one")
+            raise attached.error or self._life.ended()
         return link
 
     async def _attach(self) -> Attached | None:
         async with self._attaching:
-            if self._closed:
-                raise errors.InvalidArgument("this client was closed; make a new one")
+            self._life.check()
             if time.monotonic() < self._unmapped_until:
                 return None
             if self._link is not None and self._link.alive:

@@ -6,7 +6,6 @@ The steps of each call are in calls.py, reading.py and writing.py; here they are
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from kvstore.clients.channel import CALL_TIMEOUT_S, MAP_AGAIN_S, OPTIONS, error_
 from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
+from kvstore.clients.life import Life
 from kvstore.clients.link import Link, Unmapped
 from kvstore.clients.pools import PoolTerms
 from kvstore.clients.put import Put
@@ -50,6 +50,8 @@ class KVClient:
     gpus              GPUs whose memory `get` and `put` are to use too, by their numbers in this process;  driver  None finds CUDA's
     It attaches on the first `get` or `put`, and again by itself after the daemon was restarted: leases held then raise StaleEpoch
     (or SessionEnded), new calls work. All errors are kvstore.errors.
+    In a child of `fork` each call raises InvalidArgument, and closing does nothing to the parent's: make a client there. Memory that
+    `get` and `put` handed out is not mapped in the child, so that touching it there ends the child (SIGSEGV).
     """
 
     def __init__(
@@ -73,8 +75,7 @@ class KVClient:
         self._link: Link | None = None
         self._attached: Attached | None = None
         self._unmapped_until = 0.0  # blocks go over gRPC till then
-        self._closed = False
-        self._pid = os.getpid()
+        self._life = Life()
 
     # ---- namespaces
 
@@ -121,7 +122,7 @@ class KVClient:
         try:
             yield lease
         finally:
-            self._run(reading.close_lease(lease))
+            self._leave(reading.close_lease(lease))
 
     @contextmanager
     def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None, *, pool: int | None = None) -> Iterator[Put]:
@@ -136,9 +137,10 @@ class KVClient:
         try:
             yield put
         except BaseException:
-            self._run(writing.abandon_put(put))
+            self._leave(writing.abandon_put(put))
             raise
-        self._run(writing.finish_put(namespace, put))
+        self._life.check_process()
+        self._leave(writing.finish_put(namespace, put))
 
     def open_blocks(
         self, identity: Identity, geometry: Geometry, shard: str = "", *, tails: bool = False, pools: Sequence[PoolTerms] = ()
@@ -148,6 +150,7 @@ class KVClient:
         `tails`: have token ids kept, so that an acquire finds partial tails; raises GeometryError where a block's layout has none.
         `pools`: the GPUs whose memory is to be used too; those that the daemon has are in the session's own `pools`.
         """
+        self._life.check()
         if tails:
             require_tails(geometry)
         request = requests.open_namespace(identity, geometry, shard, "", KEEP_ALL, tails)
@@ -182,25 +185,30 @@ class KVClient:
     def watch(self, namespace: Namespace | None = None) -> Iterator[Watched]:
         """What is stored now, then what changes, until the caller stops.
 
-        Raises ResourceExhausted where the caller is too slow, Unavailable where the daemon went away: watch again.
+        Raises ResourceExhausted where the caller is too slow, Unavailable where the daemon went away: watch again. SessionEnded where the
+        client was closed.
         """
+        self._life.check()
         if namespace is not None:
             self._run(reopen(namespace))
         epoch, number = namespace.opened if namespace is not None else ("", 0)
         request = pb.WatchRequest(namespace_id=number, epoch=epoch)
-        stream = self._stub.Watch(request)
         try:
-            for event in stream:
-                yield Watched.of(event)
-        except grpc.RpcError as error:
-            raise error_of(error, self.place) from None
-        finally:
-            stream.cancel()
+            stream = self._stub.Watch(request)
+            try:
+                for event in stream:
+                    yield Watched.of(event)
+            finally:
+                stream.cancel()
+        except (grpc.RpcError, ValueError) as error:
+            raise self._error_of(error) from None
 
     def close(self) -> None:
         """End the session and the connection. Idempotent. Leases still held keep their memory until they are given back."""
+        if self._life.forked:
+            return  # session and connections are the parent's, which goes on
         with self._attaching:
-            link, self._link, self._closed = self._link, None, True
+            link, self._link, self._life.closed = self._link, None, True
         if link is not None:
             link.close()
         self._gpus.close()
@@ -216,6 +224,15 @@ class KVClient:
     # ---- carrying out
 
     def _run(self, steps: Steps[T]) -> T:
+        self._life.check()
+        return self._carried_out(steps)
+
+    def _leave(self, steps: Steps[None]) -> None:
+        """What ends a `with` block: of a closed client too, but never in a child process."""
+        if not self._life.forked:
+            self._carried_out(steps)
+
+    def _carried_out(self, steps: Steps[T]) -> T:
         try:
             command = next(steps)
             while True:
@@ -242,6 +259,7 @@ class KVClient:
             case MapPool(attached, gpu):
                 return self._gpus.mapped(attached, gpu)
             case Pause(seconds):
+                self._life.check()
                 return time.sleep(seconds)
             case Call(request=pb.LookupRequest() as asked) if (reply := self._quick.ask(asked, command.timeout_s)) is not None:
                 return reply
@@ -253,21 +271,24 @@ class KVClient:
                     return list(getattr(self._stub, method)(request, timeout=timeout_s))
                 case Send(method, messages, timeout_s):
                     return getattr(self._stub, method)(messages(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise error_of(error, self.place) from None
-        except ValueError as error:  # what grpc raises on a closed channel
-            raise errors.SessionEnded(f"the client was closed ({error}); make a new one") from None
+        except (grpc.RpcError, ValueError) as error:
+            raise self._error_of(error) from None
+
+    def _error_of(self, error: grpc.RpcError | ValueError) -> Exception:
+        """The store's error for what a call raised; a ValueError is grpc's where the channel is closed."""
+        if self._life.closed:
+            return self._life.ended()
+        return error_of(error, self.place) if isinstance(error, grpc.RpcError) else error
 
     def _link_of(self, attached: Attached) -> Link:
         link = self._link
         if link is None or attached is not self._attached:
-            raise attached.error or errors.SessionEnded("the client was closed; make a new one")
+            raise attached.error or self._life.ended()
         return link
 
     def _attach(self) -> Attached | None:
         with self._attaching:
-            if self._closed or self._pid != os.getpid():
-                raise errors.InvalidArgument("this client was closed, or made before a fork; make a new one in this process")
+            self._life.check()
             if time.monotonic() < self._unmapped_until:
                 return None
             if self._link is not None and self._link.alive:

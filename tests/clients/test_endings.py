@@ -1,0 +1,163 @@
+"""How a client ends: closed amid calls, in a child of `fork`. A program of its own forks, as a user's would."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import errors
+from kvstore.clients.aio import AsyncKVClient
+from kvstore.clients.client import KVClient
+from kvstore.testing.daemon import DaemonProcess
+from tests.blocks import GEOMETRY, IDENTITY, chain
+
+FORKS = """
+import asyncio, os, sys
+from kvstore import errors
+from kvstore.clients.aio import AsyncKVClient
+from kvstore.clients.client import KVClient
+from tests.blocks import GEOMETRY, IDENTITY, chain
+
+def in_child(work):
+    child = os.fork()
+    if not child:
+        sys.exit(work())
+    assert os.waitpid(child, 0)[1] == 0, work
+
+def refused(call):
+    try:
+        call()
+    except errors.InvalidArgument as error:
+        assert "before a fork" in str(error)
+    else:
+        raise AssertionError(call)
+
+def took(manager):
+    with manager:
+        pass
+
+address, hashes = sys.argv[1], chain(1, 2)
+with KVClient(address) as client:
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    with client.put(namespace, hashes) as put:
+        for block in put.blocks:
+            block.view[:] = 7
+            block.done()
+
+    def calls():
+        for call in (lambda: client.lookup(namespace, hashes), client.stats, lambda: next(client.watch()),
+                     lambda: took(client.get(namespace, hashes)), lambda: took(client.put(namespace, hashes)),
+                     lambda: client.open_blocks(IDENTITY, GEOMETRY)):
+            refused(call)
+        client.close()
+        with KVClient(address) as own:
+            return own.lookup(own.open_namespace(IDENTITY, GEOMETRY), hashes).blocks - 2
+
+    in_child(calls)
+    with client.get(namespace, hashes) as lease:
+        with client.put(namespace, chain(2, 1)) as unfinished:
+            child = os.fork()
+            if not child:
+                sys.exit(0)  # leaves both blocks, and the client's, in the child
+            assert os.waitpid(child, 0)[1] == 0
+            unfinished.blocks[0].write(b"x" * GEOMETRY.block_bytes)
+        assert lease.views[0][0] == 7
+    assert client.lookup(namespace, chain(2, 1)).blocks == 1
+    assert [(each.leases, each.reserved_slots) for each in client.stats().sessions] == [(0, 0)]
+
+async def on_a_loop():
+    async with AsyncKVClient(address) as client:
+        namespace = await client.open_namespace(IDENTITY, GEOMETRY)
+        async with client.get(namespace, hashes) as lease:
+            child = os.fork()
+            if not child:
+                try:
+                    await client.lookup(namespace, hashes)
+                except errors.InvalidArgument:
+                    await client.close()
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert lease.views[0][0] == 7
+
+asyncio.run(on_a_loop())
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), nvme=False) as process:
+        yield process
+
+
+def test_a_child_of_fork_is_told_so_and_ends_nothing_of_its_parent(shared: DaemonProcess) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, shared.address], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_closing_ends_a_watch_in_another_thread(shared: DaemonProcess) -> None:
+    client = KVClient(shared.address)
+    begun, ended = threading.Event(), list[Exception]()
+
+    def watch() -> None:
+        try:
+            for _ in client.watch():
+                begun.set()
+        except errors.KVStoreError as error:
+            ended.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert begun.wait(30)
+    client.close()
+    watcher.join(30)
+    assert [(type(each), "closed" in str(each)) for each in ended] == [(errors.SessionEnded, True)]
+
+
+def test_a_closed_client_answers_every_call_alike(shared: DaemonProcess) -> None:
+    client = KVClient(shared.address)
+    namespace = client.open_namespace(IDENTITY, GEOMETRY)
+    client.close()
+
+    def get() -> None:
+        with client.get(namespace, chain(1, 1)):
+            pass
+
+    for call in (get, client.stats, client.clear, lambda: next(client.watch()), lambda: client.open_blocks(IDENTITY, GEOMETRY)):
+        with pytest.raises(errors.SessionEnded, match="closed"):
+            call()
+
+
+def test_closing_ends_what_other_tasks_wait_for(shared: DaemonProcess) -> None:
+    asyncio.run(_closed_amid_tasks(shared.address))
+
+
+async def _closed_amid_tasks(address: str) -> None:
+    client = AsyncKVClient(address)
+    begun = asyncio.Event()
+
+    async def watch() -> None:
+        async for _ in client.watch():
+            begun.set()
+
+    async def ask() -> None:
+        while True:
+            await client.stats()
+
+    tasks = [asyncio.create_task(watch()), asyncio.create_task(ask())]
+    cancelled = asyncio.create_task(watch())
+    await asyncio.wait_for(begun.wait(), 30)
+    cancelled.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    for task in tasks:
+        with pytest.raises(errors.SessionEnded, match="closed"):
+            await asyncio.wait_for(task, 30)
+    with pytest.raises(errors.SessionEnded, match="closed"):
+        await anext(aiter(client.watch()))
