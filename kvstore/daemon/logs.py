@@ -8,17 +8,25 @@ import sys
 import time
 
 from kvstore.config import LogSettings
+from kvstore.daemon.log_output import LogOutput
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def set_up(settings: LogSettings) -> None:
-    """Write to standard error from now on."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Write to standard error from now on; where it takes no more, lines are dropped rather than waited for."""
+    sys.stderr.flush()
+    handler = LogOutput(sys.stderr.fileno())
     handler.setFormatter(JsonLines() if settings.format == "json" else TextLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
+
+
+def flush() -> None:
+    """Write the lines that standard error did not take at first, as far as it takes them now."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def extras(record: logging.LogRecord) -> dict[str, object]:

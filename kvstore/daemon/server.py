@@ -16,9 +16,8 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.config import Settings, format_bytes
-from kvstore.daemon import sockets, startup
+from kvstore.daemon import logs, sockets, startup
 from kvstore.daemon.health_watch import HealthWatch
-from kvstore.daemon.logs import set_up
 from kvstore.daemon.metrics import Figures, Metrics
 from kvstore.daemon.quick import QuickLookups
 from kvstore.daemon.rpc import Edge
@@ -46,9 +45,12 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. `say` gets the readiness line. Raises ConfigError and FormatError, each with what to do."""
-    set_up(settings.log)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    """Serve until SIGTERM, SIGINT or the terminal's end. `say` gets the readiness line.
+
+    Raises ConfigError and FormatError, each with what to do.
+    """
+    logs.set_up(settings.log)
+    with sockets.held(settings.listen), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             runner.run(_serve(settings, say))
         finally:
@@ -78,16 +80,21 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _serve(settings: Settings, say: Callable[[str], None]) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    ends = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        ends.append(signal.SIGHUP)
+    for number in ends:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    sockets.claim(settings.listen)
     daemon = Daemon(settings, await startup.build(settings))
     try:
         await daemon.start()
-        say(daemon.readiness())
+        try:
+            say(daemon.readiness())
+        except OSError as error:
+            log.warning("nobody reads standard output (%s), so once more: %s", error.strerror, daemon.readiness())
         await stop.wait()
-        log.info("stopping: writes have %g s to finish", settings.shutdown_s)
         _end_anyway(settings.shutdown_s + STOP_SLACK_S)
+        log.info("stopping: writes have %g s to finish", settings.shutdown_s)
     finally:
         await daemon.stop()
     log.info("stopped")
@@ -187,6 +194,7 @@ class Daemon:
                     self._hub.collect()
                     self._hub.beat()
                 if ticks % BEAT_TICKS == 0:
+                    logs.flush()
                     await self._health_watch.look()
                     told_bytes = self._tell_prefault(told_bytes)
                 self._hub.cache.dram_ready(self._parts.dram.touched_units)
