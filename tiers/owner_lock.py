@@ -1,4 +1,4 @@
-"""One process at a time owns a directory: a lock that the kernel drops when the process ends, however it ends."""
+"""One process at a time owns a directory, or a socket's path: a lock that the kernel drops when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvstore.errors import ConfigError
 class OwnerLock:
     """Holds `path` locked until `release` or `remove`."""
 
-    def __init__(self, path: Path, advice: str) -> None:
-        """Raises ConfigError, ending in `advice`, where another process has it."""
+    def __init__(self, path: Path, advice: str, what: str = "") -> None:
+        """Raises ConfigError, ending in `advice`, where another process has it. `what` it stands for: else the directory it is in."""
         self._path = path
-        self._fd = _locked(path, advice)
+        self._fd = _locked(path, what or str(path.parent), advice)
         while os.fstat(self._fd).st_nlink == 0:  # its last owner removed the file after we had opened it
             os.close(self._fd)
-            self._fd = _locked(path, advice)
+            self._fd = _locked(path, what or str(path.parent), advice)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)  # for people: the lock is what counts
 
@@ -36,7 +36,7 @@ class OwnerLock:
             self.release()
 
 
-def _locked(path: Path, advice: str) -> int:
+def _locked(path: Path, what: str, advice: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -46,5 +46,5 @@ def _locked(path: Path, advice: str) -> int:
     except BlockingIOError:
         owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise ConfigError(f"{path.parent}: in use by another process (pid {owner or 'unknown'}); {advice}") from None
+        raise ConfigError(f"{what}: in use by another process (pid {owner or 'unknown'}); {advice}") from None
     return fd

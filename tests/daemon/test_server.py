@@ -68,9 +68,33 @@ def test_a_missing_socket_directory_is_made_closed_to_others(tmp_path: Path) -> 
 
 def test_a_live_daemons_socket_is_not_taken(daemon: DaemonProcess) -> None:
     says = refused("--listen", daemon.address, "--dram", "4MiB", "--dram-dir", str(daemon.shared))
-    assert "a daemon is serving on" in says
+    assert f"listen: {daemon.address}: in use by another process (pid {daemon.pid}); stop it, or give this one another --listen" in says
     with KVClient(daemon.address) as client:
         assert client.stats().uptime_s > 0
+
+
+def test_of_daemons_started_together_one_serves_and_the_other_says_why_not(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    both: list[subprocess.Popen[str]] = []
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            flags = ["--listen", str(place), "--metrics", "", "--dram", "4MiB", "--dram-dir", str(tmp_path / name)]
+            both.append(subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        lines = [process.stdout.readline() for process in both if process.stdout]
+        assert sorted(line[:13] for line in lines) == ["", "kvstore ready"]
+        refusal = both[lines.index("")].communicate(timeout=30)[1]
+        assert f"listen: {place}: in use by another process" in refusal
+        with KVClient(str(place)) as client:
+            assert client.stats().uptime_s > 0
+        winner = both[1 - lines.index("")]
+        winner.terminate()
+        assert winner.wait(30) == 0
+        assert [path.name for path in tmp_path.glob("s*")] == []
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
 
 
 def test_a_dead_daemons_socket_is_replaced(daemon: DaemonProcess) -> None:
