@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
-from kvstore.config import API_KEY
+from kvstore.cli.api_key import api_key
+from kvstore.cli.urls import server_url
 from kvstore.errors import (
     ConfigError,
     InvalidArgument,
@@ -123,10 +122,8 @@ class _Local:
 
 class _Server:
     def __init__(self, url: str, wishes: Wishes) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InvalidArgument(f"{url!r} is no address of a server; write http://127.0.0.1:8000")
-        self._parts, self._url, self._wishes = parts, url, wishes
+        parts = server_url(url, ("http", "https"))
+        self._parts, self._url, self._wishes, self._key = parts, url, wishes, api_key()
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         with self._opened("GET", "/v1/models") as answer:
             self.name = str(json.load(answer)["data"][0]["id"])
@@ -157,8 +154,7 @@ class _Server:
     def _opened(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.netloc, timeout=SILENCE_S)
-        key = os.environ.get(API_KEY)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         try:
             connection.request(method, self._base + path, body, headers)
             answer = connection.getresponse()

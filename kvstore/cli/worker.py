@@ -1,10 +1,10 @@
 """`kvstore worker`: serve a language model over HTTP."""
 
 import argparse
-import os
 from pathlib import Path
 
 from kvstore import config
+from kvstore.cli.api_key import api_key
 from kvstore.errors import ConfigError, Unavailable
 
 NAME = "worker"
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it; returns the exit status."""
+    key = api_key()
     if not args.standalone:
         _reach(args.listen)  # loading a model first, only to find nobody there, takes long
     try:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in ("max_waiting", "running", "step_tokens") if getattr(args, name) is not None}
     given |= {"guarantee_bytes": args.guarantee, "limit_bytes": args.limit, "device": args.device}
     plan = main.Plan(args.model, args.listen, args.standalone, tails=args.tails, flushing=args.role == "prefill", **given)
-    settings = Settings(args.name, os.environ.get(config.API_KEY, ""), args.max_body)
+    settings = Settings(args.name, key, args.max_body)
     main.run(plan, args.http, settings, Ending(args.drain_s), lambda line: print(f"kvstore worker ready: {line}", flush=True))
     return 0
 

@@ -98,6 +98,6 @@ def daemon_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonP
 def worker(daemon_process: DaemonProcess) -> Iterator[Worker]:
     """The real worker over the real daemon."""
     flags = ("--running", str(RUNNING), "--max-waiting", "1", "--drain-s", "0.5")
-    process = Worker("--listen", daemon_process.address, *flags, environment={"KVSTORE_API_KEY": KEY})
+    process = Worker("--listen", daemon_process.address, *flags, environment={"KVSTORE_API_KEY": f"{KEY}\n"})  # as a secret's file
     yield process
     process.close()

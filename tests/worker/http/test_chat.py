@@ -170,6 +170,7 @@ def test_a_key_is_sent_where_there_is_one(typed: Typed, monkeypatch: pytest.Monk
     typed()
     with other_server(b'{"data": [{"id": "m"}]}') as (url, keys):
         assert main(["chat", "--url", url]) == 0
-        monkeypatch.setenv("KVSTORE_API_KEY", "secret")
-        assert main(["chat", "--url", url]) == 0
-    assert keys == ["", "Bearer secret"]
+        for key in ("secret", " secret\n"):
+            monkeypatch.setenv("KVSTORE_API_KEY", key)
+            assert main(["chat", "--url", url]) == 0
+    assert keys == ["", "Bearer secret", "Bearer secret"]

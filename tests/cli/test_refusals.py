@@ -1,0 +1,32 @@
+"""Settings with which a command could only fail later are refused at its start, in one line."""
+
+import pytest
+
+from kvstore.cli.main import main
+
+WRONG_URLS = ("http://127.0.0.1:abc", "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[::1", "http://", "http://a b", "ftp://a", "")
+WRONG_KEYS = ("clé", "one\ntwo", "nul\x7f", " \n")
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says that ends with status 2 and one line."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvstore: ")
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("key", WRONG_KEYS)
+@pytest.mark.parametrize("words", [["worker", "--standalone", "64MiB", "--http", "nowhere"], ["chat", "--url", "http://127.0.0.1:9"]])
+def test_a_key_that_no_header_can_carry(
+    words: list[str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSTORE_API_KEY", key)
+    assert "KVSTORE_API_KEY" in refused(words, capsys)
+
+
+@pytest.mark.parametrize("url", [url for url in WRONG_URLS if url])
+def test_a_chat_with_no_server_s_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no address of a server" in refused(["chat", "--url", url], capsys)
