@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -49,7 +50,7 @@ class AsyncKVClient:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | os.PathLike[str] | None = None,
         *,
         name: str = "",
         guarantee_bytes: int = 0,

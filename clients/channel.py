@@ -28,10 +28,14 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def target(address: str | None) -> str:
-    """What grpc connects to. `address` a socket's path, or host:port; None takes KVSTORE_LISTEN, then the daemon's default."""
-    place = address or os.environ.get(f"{config.ENV_PREFIX}LISTEN") or config.default_listen()
-    return f"unix:{place}" if place.startswith(("/", "./", "../")) else place
+def target(address: str | os.PathLike[str] | None) -> str:
+    """What grpc connects to. `address` a socket's path (as `config.socket_path` takes it), or host:port.
+
+    None takes KVSTORE_LISTEN, then `listen` in the file that KVSTORE_CONFIG names, then the daemon's default. Raises ConfigError.
+    """
+    place = os.fspath(address) if address else config.configured_listen(os.environ)
+    path = config.socket_path(place)
+    return f"unix:{path}" if path else place
 
 
 def error_of(error: grpc.RpcError, place: str) -> errors.KVStoreError:

@@ -6,6 +6,7 @@ The steps of each call are in calls.py, reading.py and writing.py; here they are
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,8 @@ log = logging.getLogger("kvstore.client")
 class KVClient:
     """A connection to the daemon of this machine. Close it, or use it in a `with` block.
 
-    address           the daemon's socket (a path), or host:port; None takes KVSTORE_LISTEN, then the daemon's own default
+    address           the daemon's socket (a path, ~ too, or unix:PATH), or host:port; None takes KVSTORE_LISTEN, then `listen` in the
+                      file that KVSTORE_CONFIG names, then the daemon's own default
     name              shown in the daemon's log and statistics
     guarantee_bytes   host memory that other sessions cannot take from this one;  limit_bytes  the most it may hold, 0 for no limit
     gpus              GPUs whose memory `get` and `put` are to use too, by their numbers in this process;  driver  None finds CUDA's
@@ -56,7 +58,7 @@ class KVClient:
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | os.PathLike[str] | None = None,
         *,
         name: str = "",
         guarantee_bytes: int = 0,
@@ -64,7 +66,7 @@ class KVClient:
         gpus: Sequence[int] = (),
         driver: CudaDriver | None = None,
     ) -> None:
-        """Raises ConfigError where there is no driver for `gpus`, or no such GPU."""
+        """Raises ConfigError where there is no driver for `gpus`, or no such GPU, or the file of settings is wrong."""
         self._gpus = Gpus(gpus, driver)
         self.place = target(address)
         self._channel = grpc.insecure_channel(self.place, OPTIONS)

@@ -49,6 +49,23 @@ def default_listen(env: Mapping[str, str] | None = None) -> str:
     return f"/tmp/kvstore-{os.getuid()}/kvstore.sock"
 
 
+def configured_listen(env: Mapping[str, str]) -> str:
+    """Where clients look for the daemon: KVSTORE_LISTEN, `listen` in the file of KVSTORE_CONFIG, the default. Raises ConfigError."""
+    if env.get(f"{ENV_PREFIX}LISTEN"):
+        return env[f"{ENV_PREFIX}LISTEN"]
+    path = env.get(f"{ENV_PREFIX}CONFIG")
+    found = _from_file(Path(path)).get("listen") if path else None
+    return str(_parse("listen", *found)) if found else default_listen(env)
+
+
+def socket_path(address: str) -> str | None:
+    """The absolute path of the socket that is named as a path, with ~ or without, or as unix:PATH; None for host:port and the like."""
+    path = re.sub(r"^unix:(//(?=/))?", "", address)
+    if not path or (path == address and ":" in path and not path.startswith(("/", "./", "../", "~"))):
+        return None
+    return os.path.abspath(os.path.expanduser(path))
+
+
 @dataclass(frozen=True)
 class DramSettings:
     """Host memory."""
@@ -157,7 +174,10 @@ def load(flags: argparse.Namespace | None = None, env: Mapping[str, str] | None 
     raw.update(_from_flags(flags))
     base = replace(Settings(), listen=default_listen(environment))
     settings: Settings = _filled(base, "", {name: _parse(name, source, value) for name, (source, value) in raw.items()})
-    return settings
+    place = socket_path(settings.listen)
+    if place is None:
+        raise ConfigError(f"listen: {settings.listen!r} is no path of a socket; write one, and host:port as tcp")
+    return replace(settings, listen=place)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
