@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from kvstore import __version__
 from kvstore.cache.core import CacheStats, TierFigures
 from kvstore.config import split_address
+from kvstore.daemon import metrics_http
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Health
 
@@ -60,16 +61,9 @@ class Metrics(Collector):
         """Answer over HTTP on host:port. Returns how to stop it, and the port. Raises ConfigError."""
         host, port = split_address("metrics", address)
         try:
-            server, thread = start_http_server(port, host, registry=self._registry)
+            return metrics_http.serve(self._registry, host, port)
         except OSError as error:
             raise ConfigError(f"metrics on {address}: {error.strerror}; set --metrics to another host:port, or to nothing") from error
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop, int(server.server_port)
 
     def call_ended(self, method: str, code: str, seconds: float) -> None:
         """A call of this method ended with this status."""
