@@ -23,6 +23,7 @@ ENV_PREFIX = "KVSTORE_"
 API_KEY = "KVSTORE_API_KEY"  # the variable with the key that a worker asks of its clients, and that `kvstore chat` sends
 # Variables of this prefix that are no settings: which file to read; off: without the compiled library; a worker's key.
 NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE", API_KEY)
+EXTENT_STEP_BYTES = 4 * KIB  # bytes: slots begin and end on 4 KiB
 MAX_BYTES = 2**62  # bytes: far above any machine, far below what 64 bits hold
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel's sockaddr_un takes, without its closing zero
 MAX_SECONDS = 86_400.0  # seconds, one day: a longer wait is a mistake in the unit
@@ -34,7 +35,7 @@ _UNITS = {"": 1, "B": 1, **_BINARY, **_DECIMAL}
 
 
 def setting(default: Any, text: str, **rules: Any) -> Any:
-    """A field with its help text and rules: `unit` ("bytes", "bytes/s", "s"), `low`, `high` (inclusive), `choices`."""
+    """A field with its help text and rules: `unit` ("bytes", "bytes/s", "s"), `low` and `high` (inclusive, but for the default), `choices`."""
     metadata = {"help": text, **rules}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -72,7 +73,7 @@ class DramSettings:
 
     bytes: int = setting(2 * GIB, "size of the arena in host memory", unit="bytes", low=MIB)
     dir: str = setting("/dev/shm", "directory of the arena's file; a tmpfs")
-    extent_bytes: int = setting(0, "memory given to one slot size at a time; 0 chooses by the arena's size", unit="bytes")
+    extent_bytes: int = setting(0, "memory given to one slot size at a time; 0 chooses by the arena's size", unit="bytes", low=2 * MIB)
     prefault: bool = setting(True, "touch the whole arena in the background, so that no request pays for a first touch")
     huge_pages: bool = setting(True, "ask the system for huge pages; without them the daemon says so and goes on")
 
@@ -152,6 +153,10 @@ class Settings:
     def __post_init__(self) -> None:
         if len(os.fsencode(self.listen)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"listen: {self.listen!r} is longer than the {MAX_SOCKET_PATH_BYTES} bytes a socket may have; choose another")
+        if not self.listen:
+            raise ConfigError("listen is empty; give the path of a socket, or leave it out for the usual one")
+        if self.dram.extent_bytes % EXTENT_STEP_BYTES:
+            raise ConfigError(f"dram.extent_bytes is {self.dram.extent_bytes}; give a multiple of {EXTENT_STEP_BYTES} bytes, or 0")
         if self.dram.extent_bytes > self.dram.bytes:
             raise ConfigError("dram.extent_bytes is more than dram.bytes; set 0, or a part of the arena")
         self.hbm.numbers(0)
@@ -298,14 +303,15 @@ def _nearest(name: str, names: Mapping[str, Any]) -> str:
 
 
 def _parse(name: str, source: str, value: object) -> object:
-    kind, rules, _ = _table()[name]
+    kind, rules, default = _table()[name]
     try:
         parsed = _converted(kind, rules, value)
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{source}: {name}: {error}") from error
     low, high = rules.get("low", 0), rules.get("high", MAX_SECONDS if kind is float else MAX_BYTES)
-    if kind in (int, float) and not low <= parsed <= high:
-        raise ConfigError(f"{source}: {name} is {value}; give {_shown(low, rules)} to {_shown(high, rules)}")
+    if kind in (int, float) and not low <= parsed <= high and parsed != default:
+        range_ = f"{_shown(low, rules)} to {_shown(high, rules)}" + ("" if low <= default <= high else f", or {_shown(default, rules)}")
+        raise ConfigError(f"{source}: {name} is {value}; give {range_}")
     if "choices" in rules and parsed not in rules["choices"]:
         raise ConfigError(f"{source}: {name} is {value!r}; give one of {', '.join(rules['choices'])}")
     return parsed

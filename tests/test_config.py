@@ -82,13 +82,22 @@ def test_the_file_is_found_by_flag_or_environment(tmp_path: Path) -> None:
         ({"KVSTORE_TCP": "localhost"}, "write host:port"),
         ({"KVSTORE_METRICS": "localhost:99999"}, "write host:port"),
         ({"KVSTORE_LISTEN": "/" + "x" * 200}, "choose another"),
+        ({"KVSTORE_LISTEN": ""}, "listen is empty; give the path of a socket"),
         ({"KVSTORE_DRAM_EXTENT_BYTES": "64GiB"}, "more than dram.bytes"),
+        ({"KVSTORE_DRAM_EXTENT_BYTES": "100"}, "dram.extent_bytes is 100; give 2.0 MiB to 4096.0 PiB, or 0"),
+        ({"KVSTORE_DRAM_EXTENT_BYTES": "4096"}, "give 2.0 MiB to"),
+        ({"KVSTORE_DRAM_EXTENT_BYTES": "2097153"}, "give a multiple of 4096 bytes"),
     ],
 )
 def test_a_wrong_value_names_its_source_and_remedy(env: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(env=env)
     assert said in str(caught.value)
+
+
+def test_the_smallest_extent_may_be_given_and_so_may_the_choice_by_size() -> None:
+    assert load(env={"KVSTORE_DRAM_EXTENT_BYTES": "2MiB"}).dram.extent_bytes == 2 * MIB
+    assert load(env={"KVSTORE_DRAM_EXTENT_BYTES": "0"}).dram.extent_bytes == 0
 
 
 @pytest.mark.parametrize(
