@@ -65,6 +65,27 @@ def test_the_file_is_found_by_flag_or_environment(tmp_path: Path) -> None:
     assert load(env={"KVSTORE_CONFIG": str(file), "KVSTORE_API_KEY": "a worker's key, no setting"}).verify == "read"
 
 
+SERVICE_LINKS = {
+    "KVSTORE_SERVICE_HOST": "10.0.0.11",
+    "KVSTORE_SERVICE_PORT": "9464",
+    "KVSTORE_SERVICE_PORT_METRICS": "9464",
+    "KVSTORE_PORT": "tcp://10.0.0.11:9464",
+    "KVSTORE_PORT_9464_TCP": "tcp://10.0.0.11:9464",
+    "KVSTORE_PORT_9464_TCP_PROTO": "tcp",
+    "KVSTORE_PORT_9464_TCP_PORT": "9464",
+    "KVSTORE_PORT_9464_TCP_ADDR": "10.0.0.11",
+}
+
+
+def test_what_kubernetes_says_of_a_service_called_kvstore_is_no_setting() -> None:
+    assert load(env=SERVICE_LINKS | {"KVSTORE_DRAM_BYTES": "4GiB"}).dram.bytes == 4 * GIB
+    with pytest.raises(ConfigError, match="KVSTORE_DRAM_BYTE: no such setting"):
+        load(env=SERVICE_LINKS | {"KVSTORE_DRAM_BYTE": "4GiB"})
+    for name in ("KVSTORE_PORT", "KVSTORE_SERVICE_PORT"):  # alone it is somebody's mistake
+        with pytest.raises(ConfigError, match=f"{name}: no such setting"):
+            load(env={name: "9464"})
+
+
 @pytest.mark.parametrize(
     ("env", "said"),
     [
