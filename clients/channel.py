@@ -45,6 +45,8 @@ def error_of(error: grpc.RpcError, place: str) -> errors.KVStoreError:
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and not text.startswith("Unavailable: "):
         why = text.rpartition("error: ")[2] or "connection lost"  # grpc's own texts end with the system's reason
         return errors.Unavailable(f"daemon at {place}: {why}; is `kvstore serve` running there?")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.Unavailable(f"{place} answers, but is no kvstore daemon of this version ({text}); give the address of one")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:  # grpc's own words; the same message never passes
         return errors.LimitExceeded(f"daemon at {place}: {text.partition(': ')[2] or text} bytes; send less in one call")
     return errors.from_code(code.name, text)

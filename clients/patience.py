@@ -9,15 +9,31 @@ from kvstore import errors
 
 AWAY_S = 2.0  # seconds for which a store that is away is not asked again: one that is started again is back soon
 HUNG_S = 30.0  # seconds likewise, for one that did not answer in time: the next question would cost ten seconds again
-# What a store may be in trouble with; the work goes on without it. Other errors are the caller's, or ours.
-TROUBLE = (errors.EnvironmentFault, errors.SessionEnded, errors.StaleEpoch)
+SAID_S = 60.0  # seconds until a warning of the same kind is logged again: what fails with every request would fill the log
+# What a store may be in trouble with, or too small for; the work goes on without it. Other errors are the caller's, or ours.
+TROUBLE = (errors.EnvironmentFault, errors.SessionEnded, errors.StaleEpoch, errors.LimitExceeded)
+
+
+class Warnings:
+    """A log in which each kind of warning appears once in a while. Any thread may call: at worst two say it."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said_at: dict[tuple[str, type[Exception]], float] = {}
+
+    def say(self, what: str, error: Exception) -> None:
+        """Log "what: error", unless something of this error's class went wrong with the same a moment ago."""
+        now = time.monotonic()
+        if now - self._said_at.get((what, type(error)), -SAID_S) >= SAID_S:
+            self._said_at[what, type(error)] = now
+            self._log.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
 class Patience:
     """What one user of a store knows of its trouble. Any thread may call: at worst two ask where one would do."""
 
     def __init__(self, log: logging.Logger) -> None:
-        self._log = log
+        self._warnings = Warnings(log)
         self._until = 0.0
 
     def check(self) -> None:
@@ -27,9 +43,8 @@ class Patience:
 
     def excuse(self, error: errors.KVStoreError) -> str:
         """Note what it is in trouble with, and say it. Having no room, or a bad block, is no reason to leave it alone."""
-        fault = f"{type(error).__name__}: {error}"
         now = time.monotonic()
         if now >= self._until and not isinstance(error, (errors.ResourceExhausted, errors.Corruption)):
             self._until = now + (HUNG_S if isinstance(error, errors.DeadlineExceeded) else AWAY_S)
-            self._log.warning("going on without the store: %s", fault)
-        return fault
+            self._warnings.say("going on without the store", error)
+        return f"{type(error).__name__}: {error}"

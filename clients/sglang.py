@@ -21,7 +21,7 @@ from torch import Tensor
 from kvstore.clients.arena import Bytes
 from kvstore.clients.client import GET_TIMEOUT_S, KVClient
 from kvstore.clients.handles import Namespace
-from kvstore.clients.patience import TROUBLE, Patience
+from kvstore.clients.patience import TROUBLE, Patience, Warnings
 from kvstore.clients.sglang_facts import Facts, facts_of, single_pool, unknown_options
 from kvstore.errors import ConfigError, InvalidArgument, KVStoreError
 from kvstore.hashing import fingerprint, opaque_block_hash
@@ -42,6 +42,7 @@ class HiCacheKVStore(HiCacheStorage):
         self._address = extra.get("address")
         self._timeout_s = _seconds(extra.get("timeout_s", GET_TIMEOUT_S))
         self._patience = Patience(log)
+        self._warnings = Warnings(log)
         self._opening = threading.Lock()
         self._client: KVClient | None = None
         self._space: Namespace | None = None
@@ -211,7 +212,7 @@ class HiCacheKVStore(HiCacheStorage):
         if isinstance(error, TROUBLE):
             self._patience.excuse(error)
         else:
-            log.error("pages were not %s: %s: %s", what, type(error).__name__, error)
+            self._warnings.say(f"pages were not {what}", error)
         return 0
 
 

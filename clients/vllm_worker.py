@@ -17,6 +17,7 @@ from kvstore import errors
 from kvstore.clients.arena import Arena
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
+from kvstore.clients.patience import Warnings
 from kvstore.clients.vllm_facts import members_of
 from kvstore.clients.vllm_pages import EnginePages
 from kvstore.clients.vllm_plan import NO_BLOCK, ArenaPlace, LoadJob, SaveJob, StepPlan, WorkerFacts
@@ -65,6 +66,7 @@ class WorkerHalf:
         self._arena: Arena | None = None
         self._namespaces: dict[int, Namespace] = {}  # by KV cache group
         self._away_until = 0.0
+        self._warnings = Warnings(log)
         self.last_step = 0
 
     # ---- the worker's main thread
@@ -221,9 +223,9 @@ class WorkerHalf:
                         outcomes = self.save(client, save)
                 except errors.Unavailable as error:
                     self._away_until = time.monotonic() + AWAY_S
-                    log.warning("blocks are not stored for now: %s", error)
+                    self._warnings.say("blocks are not stored for now", error)
                 except Exception as error:  # noqa: BLE001 — a thread's edge: a block that is not stored is a later miss, no more
-                    log.warning("a save failed: %s", error)
+                    self._warnings.say("a save failed", error)
                 finally:
                     self._at(save, _Stage.DONE)
                     self._count(save.job, outcomes)

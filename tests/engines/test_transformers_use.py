@@ -288,3 +288,17 @@ def test_adapters_that_come_and_go_beside_the_weights_are_no_change(daemon: Daem
         with torch.no_grad():
             attention.q_proj.base_layer.weight += 1
         assert "have changed" in later.load(*batch([prompt(20)]), adapter="sha256:2").fault
+
+
+def test_a_store_with_no_room_for_a_block_changes_no_answer(model: PreTrainedModel) -> None:
+    ids, mask = batch([prompt(20)])
+    with DaemonProcess(nvme=False, dram="16MiB") as small_daemon, KVClient(small_daemon.address) as client:
+        prefixes = PrefixStore(model, client, block_tokens=16_384)
+        cache = prefixes.load(ids, mask)
+        made = generate(model, ids, mask, cache)
+        stored = prefixes.store(cache, made)
+    assert cache.hit_tokens == (0,)
+    assert "exceeds an extent" in cache.fault
+    assert stored.tokens == (0,)
+    assert stored.fault
+    assert torch.equal(made, generate(model, ids, mask))
