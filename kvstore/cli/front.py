@@ -3,7 +3,8 @@
 import argparse
 import logging
 
-from kvstore.errors import ConfigError
+from kvstore.cli.urls import server_url
+from kvstore.errors import ConfigError, InvalidArgument
 
 NAME = "front"
 HELP = """Serve OpenAI's HTTP interface before several workers: prompts are computed by some, texts made by others.
@@ -38,12 +39,18 @@ def run(args: argparse.Namespace) -> int:
         from kvstore.front.workers import Role, Worker
     except ModuleNotFoundError as error:
         raise ConfigError(f"the front door needs {error.name}; pip install 'kvstore[worker]'") from error
-    workers = [Worker(url.rstrip("/").removesuffix("/v1"), role) for role in Role for url in getattr(args, role)]
+    workers = [Worker(_worker_url(url), role) for role in Role for url in getattr(args, role)]
     if not workers:
         raise ConfigError("a front door needs workers; name them with --prefill, --decode and --both URL")
-    if wrong := [each.url for each in workers if not each.url.startswith("http://")]:
-        raise ConfigError(f"{wrong[0]!r} is no worker's URL; write http://host:port")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = Limits(args.prefill_s, args.first_s, args.between_s, args.prefill_from)
     serve(args.http, workers, limits, lambda url: print(f"kvstore front ready: {len(workers)} workers behind {url}/v1", flush=True))
     return 0
+
+
+def _worker_url(text: str) -> str:
+    """http://host:port of a worker, named with its /v1 or without. Raises InvalidArgument."""
+    parts = server_url(text)
+    if parts.path not in ("", "/", "/v1", "/v1/") or parts.query or parts.fragment:
+        raise InvalidArgument(f"{text!r} is no worker's address: nothing follows its port; write http://host:port")
+    return f"http://{parts.netloc}"

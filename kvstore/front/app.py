@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -42,7 +43,8 @@ class App:
                 *(Route(path, self._counted, methods=[method]) for path, method in relayed),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._show_metrics, methods=["GET"]),
-            ]
+            ],
+            exception_handlers={HTTPException: _unrouted},
         )
 
     async def _counted(self, request: Request) -> Response:
@@ -138,7 +140,13 @@ class _Passed(StreamingResponse):
             yield piece
 
 
-def _fault(status: int, text: str, code: str) -> Response:
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method: said as a worker says it."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _fault(status, f"{request.method} {request.url.path[:200]} is not served here; see /v1/models and docs/serving.md", None)
+
+
+def _fault(status: int, text: str, code: str | None) -> Response:
     kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(status, "invalid_request_error")
     body = {"error": {"message": text, "type": kind, "param": None, "code": code}}
     return JSONResponse(body, status, _RETRY if status in (429, 503) else None)

@@ -43,8 +43,8 @@ class Exchange:
     async def send(self, url: str, asked: Asked, timeout_s: float) -> None:
         """Send all, and wait for the answer's beginning."""
         own = {"Host": urllib.parse.urlsplit(url).netloc, "Content-Length": str(len(asked.body)), "Connection": "close"}
-        headers = {**asked.headers, **own}
-        sent = self._protocol.send(h11.Request(method=asked.method, target=asked.path, headers=list(headers.items()))) or b""
+        headers = [(name, value.encode("latin-1")) for name, value in {**asked.headers, **own}.items()]  # the bytes that came
+        sent = self._protocol.send(h11.Request(method=asked.method, target=asked.path, headers=headers)) or b""
         sent += self._protocol.send(h11.Data(asked.body)) or b""
         self._writer.write(sent + (self._protocol.send(h11.EndOfMessage()) or b""))
         event = await self._next(timeout_s)
@@ -88,7 +88,7 @@ async def ask(url: str, asked: Asked, timeout_s: float) -> Exchange:
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:  # the last: a host's name that no network knows
         raise Lost(f"{url} cannot be reached: {str(error) or 'no answer'}") from error
     exchange = Exchange(reader, writer)
     try:

@@ -79,6 +79,8 @@ class Workers:
                     raise Lost(f"its health has status {exchange.status}")
             except Lost as error:
                 self.failed(worker, error)
+            except Exception as error:  # noqa: BLE001  a fault of ours: this worker is left out, and looked at again
+                self.failed(worker, repr(error))
             else:
                 if not worker.well:
                     log.warning("worker %s (%s) is well again", worker.url, worker.role)

@@ -30,3 +30,9 @@ def test_a_key_that_no_header_can_carry(
 @pytest.mark.parametrize("url", [url for url in WRONG_URLS if url])
 def test_a_chat_with_no_server_s_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no address of a server" in refused(["chat", "--url", url], capsys)
+
+
+@pytest.mark.parametrize("url", [*WRONG_URLS, "http://a..b:80", "http://é:80", "https://a:80", "http://a:80/base", "http://me:pw@a:80"])
+@pytest.mark.parametrize("role", ["prefill", "both"])
+def test_a_front_door_before_no_worker_s_address(role: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "http://" in refused(["front", "--http", "127.0.0.1:0", f"--{role}", url], capsys)
