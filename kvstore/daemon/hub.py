@@ -35,6 +35,7 @@ from kvstore.cache.messages import (
     TransferDone,
 )
 from kvstore.cache.recovery import Cleared
+from kvstore.daemon.corruption import CorruptionLog
 from kvstore.daemon.demoter import Demoter
 from kvstore.daemon.demotion import Demotion
 from kvstore.daemon.namespaces import Namespaces
@@ -75,6 +76,7 @@ class Hub:
         self._dram = dram
         self._loop = asyncio.get_running_loop()
         self._grantees: dict[int, Grantee] = {}
+        self._corruption = CorruptionLog()
         self._clears: dict[int, asyncio.Future[None]] = {}
         self._last_clear = 0
         self._clearing: set[asyncio.Task[Any]] = set()
@@ -143,7 +145,7 @@ class Hub:
                     if (waiting := self._clears.pop(clear, None)) and not waiting.done():
                         waiting.set_result(None)
                 case Corrupted():
-                    self._log_corruption(decision)
+                    self._corruption.tell(decision, self.now)
                     if self.pools is not None:
                         self.pools.forget(decision.namespace, decision.hash)
 
@@ -156,17 +158,6 @@ class Hub:
             self._loop.call_soon(self.end_session, mark.session, str(error))
             if grantee := self._grantees.pop(mark.session, None):
                 grantee.ended(str(error))
-
-    def _log_corruption(self, corrupted: Corrupted) -> None:
-        log.error(
-            "corrupt block %s in %s at unit %d, found by %s: removed everywhere; %s",
-            corrupted.hash.hex(),
-            corrupted.tier.name.lower(),
-            corrupted.units,
-            corrupted.found_by,
-            _advice(corrupted),
-            extra={"namespace": corrupted.namespace, "story": corrupted.story},
-        )
 
     # ---- sessions
 
@@ -225,6 +216,7 @@ class Hub:
 
     def collect(self) -> None:
         """Free what the dead have left. A few times a second."""
+        self._corruption.look(self.now)
         for session in self.sessions.gone():
             self.cache.process_gone(session)
             if self.pools is not None:
@@ -335,13 +327,3 @@ class Hub:
         """Carry out what a piece of long work has decided, and let others have their turn."""
         self.settle()
         await asyncio.sleep(0)
-
-
-def _advice(corrupted: Corrupted) -> str:
-    if corrupted.tier is Tier.DRAM:
-        if not corrupted.quarantine:
-            return "a client wrote other bytes than its checksum says"
-        return "its slot is in quarantine: a process wrote into memory that was not its own, or the memory is bad"
-    if not corrupted.quarantine:
-        return "the last stop was not clean, so its write may have been cut short"
-    return "its slot is in quarantine; check the disk"
