@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from kvstore.cli.text import shown
 from kvstore.config import format_bytes
 
 NAME = "stats"
@@ -43,7 +44,7 @@ def _table(facts: dict[str, Any]) -> list[str]:
     lines = [f"kvstore {facts['version']}, up {facts['uptime_s']:.0f} s, epoch {facts['epoch']}", ""]
     lines.append(f"{'tier':<8}{'capacity':>12}{'blocks':>10}{'held':>12}  health")
     for tier in facts["tiers"]:
-        health = tier["health"] + (f": {tier['health_reason']}" if tier["health_reason"] else "")
+        health = tier["health"] + (f": {shown(tier['health_reason'])}" if tier["health_reason"] else "")
         capacity, held = format_bytes(tier["capacity_bytes"]), format_bytes(tier["held_bytes"])
         lines.append(f"{tier['tier']:<8}{capacity:>12}{tier['blocks']:>10}{held:>12}  {health}")
     lines += ["", f"{'class':<14}" + "".join(f"{tier['tier']:>12}" for tier in facts["tiers"])]
@@ -62,6 +63,6 @@ def _table(facts: dict[str, Any]) -> list[str]:
         held = format_bytes(session["held_bytes"])
         on_gpu = f"{format_bytes(session['hbm_held_bytes']):>12}" if on_gpus else ""
         figures = f"{session['session']:<9}{held:>12}{session['leases']:>8}{session['reserved_slots']:>10}{on_gpu}"
-        lines.append(f"{figures}  {session['client']}{state}")
+        lines.append(f"{figures}  {shown(session['client'])}{state}")
     lines += ["", *(f"{name:<28}{number:>12}" for name, number in sorted(facts["counters"].items()))]
     return lines

@@ -43,7 +43,7 @@ class Exchange:
     async def send(self, url: str, asked: Asked, timeout_s: float) -> None:
         """Send all, and wait for the answer's beginning."""
         own = {"Host": urllib.parse.urlsplit(url).netloc, "Content-Length": str(len(asked.body)), "Connection": "close"}
-        headers = [(name, value.encode("latin-1")) for name, value in {**asked.headers, **own}.items()]  # the bytes that came
+        headers = [(name.encode("ascii"), value.encode("latin-1")) for name, value in {**asked.headers, **own}.items()]  # as they came
         sent = self._protocol.send(h11.Request(method=asked.method, target=asked.path, headers=headers)) or b""
         sent += self._protocol.send(h11.Data(asked.body)) or b""
         self._writer.write(sent + (self._protocol.send(h11.EndOfMessage()) or b""))

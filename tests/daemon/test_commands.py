@@ -96,6 +96,15 @@ def test_stats_are_a_table_for_people_and_json_for_programs(files: list[str]) ->
     assert facts["sessions"] == [] or isinstance(facts["sessions"][0]["held_bytes"], int)
 
 
+def test_stats_show_a_client_s_name_without_obeying_it(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[2Jmine\r\nforged  row\u202e\x9b1m é"
+    with KVClient(files[1], name=name) as client, client.get(client.open_namespace(IDENTITY, GEOMETRY), chain(1, 3)):
+        assert main(["stats", *files[:2]]) == 0
+    table = capsys.readouterr().out
+    assert "  \\x1b[2Jmine\\r\\nforged  row\\u202e\\x9b1m é\n" in table
+    assert all(line.isprintable() for line in table.split("\n"))
+
+
 def test_clear_asks_before_it_forgets(files: list[str]) -> None:
     done = kvstore("clear", *files)
     assert done.returncode == 1
