@@ -24,6 +24,7 @@ from kvstore.tiers.arena_file import ArenaFile, Shape
 from kvstore.tiers.base import Health
 from kvstore.tiers.direct_io import check_range
 from kvstore.tiers.health import HealthRecord
+from kvstore.tiers.leftovers import left_behind
 from kvstore.tiers.owner_lock import OwnerLock
 from kvstore.tiers.prefault import Prefault
 from kvstore.tiers.session_files import DIRECTORY_MODE, SessionFile, surviving
@@ -57,12 +58,15 @@ class DramTier:
         except OSError as error:
             self._owner.release()
             raise ConfigError(f"dram arena {self.path}: {error.strerror}; check --dram-dir") from error
+        except ConfigError as error:
+            self._owner.release()
+            raise ConfigError("; ".join(filter(None, (str(error), left_behind(folder))))) from error
         except BaseException:
             self._owner.release()
             raise
         self._units = self._file.units
         self.memory = self._units.data
-        self.notes = self._file.notes
+        self.notes = tuple(filter(None, (*self._file.notes, left_behind(folder))))
         self.left_slot_units: NDArray[np.int32] = self._file.table.copy()  # the extent table as an earlier daemon left it
         self._health = HealthRecord()
         self._prefault = Prefault(self._file.units)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -36,15 +37,37 @@ class OwnerLock:
             self.release()
 
 
+def owned(path: Path) -> bool:
+    """Whether a process has this lock now: asking takes it for a moment. Raises OSError where there is no such file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _locked(path: Path, what: str, advice: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise ConfigError(f"{path} is no ordinary file; move it away")
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locks(fd):
         owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise ConfigError(f"{what}: in use by another process (pid {owner or 'unknown'}); {advice}") from None
+        raise ConfigError(f"{what}: in use by another process (pid {owner or 'unknown'}); {advice}")
     return fd
+
+
+def _locks(fd: int) -> bool:
+    """Tried more than once: whoever asks whether it is `owned` has it for a moment."""
+    for pause_s in (0.01, 0.03, 0.1, 0.0):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+        else:
+            return True
+    return False

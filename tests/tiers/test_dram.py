@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.geometry import UNIT_BYTES
 from kvstore.tiers import memory as system
-from kvstore.tiers import room
+from kvstore.tiers import owner_lock, room
 from kvstore.tiers.base import HealthState
 from kvstore.tiers.dram import DramOptions, DramTier
-from kvstore.tiers.owner_lock import OwnerLock
+from kvstore.tiers.owner_lock import OwnerLock, owned
 
 EXTENT_UNITS = 64
 CAPACITY_BYTES = 8 * EXTENT_UNITS * UNIT_BYTES
@@ -119,6 +120,49 @@ def test_more_than_the_file_system_has_is_refused_in_words(opened: Open, tmp_pat
         opened(capacity_bytes=8 << 40, extent_units=1 << 20)
     assert [path.name for path in (tmp_path / "kvstore-test").iterdir() if "arena" in path.name] == []
     opened()
+
+
+def killed(directory: Path, name: str) -> DramTier:
+    """The arena of a daemon that was killed: its file stays, its lock is free."""
+    tier = DramTier(DramOptions(directory, name, CAPACITY_BYTES, EXTENT_UNITS, epoch="first"))
+    tier.close()
+    return tier
+
+
+def test_arenas_that_killed_daemons_left_are_named_with_size_and_remedy(opened: Open, tmp_path: Path) -> None:
+    left = killed(tmp_path, "left").path.parent
+    alive = opened(name="alive")
+    (tmp_path / "kvstore-notes").mkdir()
+    (tmp_path / "kvstore-notes" / "arena").write_bytes(b"somebody's own file")
+    (tmp_path / "kvstore-notes" / "owner").touch()
+    (tmp_path / "kvstore-link").symlink_to(left)
+    (note,) = [note for note in opened(huge_pages=False).notes if "left by" in note]
+    assert note == (
+        f"dram: 4.0 MiB of shared memory are left by daemons that are gone: {left} (4.0 MiB); unless they come back: rm -r {left}"
+    )
+    assert str(alive.path.parent) not in note
+    assert left.is_dir()
+
+
+def test_without_such_arenas_nothing_is_said(opened: Open) -> None:
+    opened(name="alive")
+    assert not [note for note in opened().notes if "left by" in note]
+
+
+def test_where_memory_does_not_suffice_what_was_left_is_named(opened: Open, tmp_path: Path) -> None:
+    left = killed(tmp_path, "left").path.parent
+    with pytest.raises(ConfigError, match=rf"8\.0 TiB asked, .* left by daemons that are gone: .*rm -r {left}"):
+        opened(capacity_bytes=8 << 40, extent_units=1 << 20)
+
+
+def test_a_lock_that_somebody_asks_about_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.open(tmp_path / "owner", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    monkeypatch.setattr(owner_lock, "time", SimpleNamespace(sleep=lambda seconds: os.close(fd)))  # the question is over at the first pause
+    lock = OwnerLock(tmp_path / "owner", "stop it")
+    assert owned(tmp_path / "owner")
+    lock.release()
+    assert not owned(tmp_path / "owner")
 
 
 def test_more_than_the_memory_limit_is_refused_in_words(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
