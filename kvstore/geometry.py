@@ -125,9 +125,7 @@ class Geometry:
         facts = read_attention(config)
         name = dtype or facts.dtype
         if facts.latent_dim:
-            return cls.mla(
-                layers=facts.layers, latent_dim=facts.latent_dim, rope_dim=facts.rope_dim, dtype=name, block_tokens=block_tokens
-            )
+            return cls.mla(layers=facts.layers, latent_dim=facts.latent_dim, rope_dim=facts.rope_dim, dtype=name, block_tokens=block_tokens)
         return cls("mha", facts.layers, facts.kv_heads, facts.head_dim, facts.value_dim, name, block_tokens)
 
     @property
@@ -227,8 +225,8 @@ class Geometry:
         values: dict[str, Any] = {}
         for field in fields(cls):
             key = "kv_dtype" if field.name == "dtype" else field.name
-            if key not in facts:
-                raise GeometryError(f"field {key!r} is missing; write all that Geometry.fields() gives")
+            if not isinstance(facts.get(key), str):
+                raise GeometryError(f"field {key!r} is missing, or no string; write all that Geometry.fields() gives")
             values[field.name] = _parse_quant(facts[key]) if key == "quant" else facts[key]
             if field.type is int:
                 values[field.name] = _parse_count(key, facts[key])

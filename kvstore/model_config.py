@@ -31,6 +31,8 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
     Multimodal configs are read through their text part. Raises GeometryError that names what is missing or does not fit.
     """
     text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise GeometryError(f"config: text_config is {text!r}; it must be an object")
     query_heads = _count(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _count(text, "hidden_size", "n_embd", "d_model")
     head_dim = _optional(text, "head_dim", "attention_head_dim", "kv_channels") or _per_head(hidden, query_heads)
@@ -96,6 +98,8 @@ def _kv_heads(text: Mapping[str, Any], query_heads: int) -> int:
 def _kv_layers(text: Mapping[str, Any]) -> int:
     layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
     kinds = text.get("layer_types") or []
+    if not isinstance(kinds, list | tuple):
+        raise GeometryError(f"config: layer_types is {kinds!r}; it must be a list")
     if len(kinds) == layers:
         layers -= sum(str(kind) in _STATE_LAYERS for kind in kinds)
     return layers - _optional(text, "num_kv_shared_layers")

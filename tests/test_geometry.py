@@ -181,13 +181,14 @@ def test_a_geometry_without_scales_has_no_scales_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "value"),
     [("layers", "032"), ("layers", "-1"), ("layers", "+1"), ("layers", ""), ("layers", "9" * 5000), ("layers", "３２"),
-     ("quant", "symmetric/head"), ("quant", "symmetric/row/float32"), ("kv_dtype", "half")],
+     ("quant", "symmetric/head"), ("quant", "symmetric/row/float32"), ("kv_dtype", "half"),
+     ("layers", 32), ("layers", None), ("quant", 5), ("kv_dtype", []), ("format", {})],
 )  # fmt: skip
-def test_malformed_fields_are_refused(name: str, text: str) -> None:
+def test_malformed_fields_are_refused(name: str, value: Any) -> None:
     with pytest.raises(GeometryError):
-        Geometry.from_fields(_llama().fields() | {name: text})
+        Geometry.from_fields(_llama().fields() | {name: value})
 
 
 def test_a_missing_field_is_named() -> None:

@@ -57,6 +57,9 @@ def test_a_deepseek_config_gives_latent_attention() -> None:
         ({"num_key_value_heads": 5}, "neither"),
         ({"global_head_dim": 512}, "namespace per group"),
         ({"torch_dtype": "float3"}, "float3"),
+        ({"text_config": "x"}, "text_config"),
+        ({"text_config": [1]}, "text_config"),
+        ({"layer_types": 5}, "layer_types"),
     ],
 )
 def test_a_config_that_does_not_fit_says_why(changes: dict[str, Any], named: str) -> None:

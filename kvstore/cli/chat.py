@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.cli.chat_peers import Partner, Reply, Wishes, in_process, over_http
-from kvstore.errors import KVStoreError
+from kvstore.cli.text import utf8
+from kvstore.errors import InvalidArgument, KVStoreError
 
 NAME = "chat"
 HELP = """Talk with a language model in the terminal. Each turn takes the turns before it from the store.
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if sys.stdin.isatty():
             _note(f"{partner.name}; {_COMMANDS}")
-        _talk(partner, [{"role": "system", "content": args.system}] if args.system else [], args.stats)
+        _talk(partner, _beginning(args.system), args.stats)
     finally:
         partner.close()
     return 0
@@ -68,6 +69,10 @@ def _talk(partner: Partner, beginning: list[dict[str, str]], stats: bool) -> Non
                 _note(_shown(reply))
 
 
+def _beginning(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": utf8(system, "--system")}] if system else []
+
+
 def _answer(partner: Partner, messages: list[dict[str, str]]) -> Reply | None:
     """What was answered, shown as it came; None where that failed or was stopped."""
     try:
@@ -88,9 +93,11 @@ def _lines() -> Iterator[str]:
         import readline  # noqa: F401  gives `input` line editing and history
     while True:
         try:
-            line = input("> " if asks else "").strip()
+            line = utf8(input("> " if asks else ""), "standard input").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise InvalidArgument(f"standard input: {error}; give text in UTF-8") from error
         if line:
             yield line
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.cli.text import utf8
 from kvstore.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -72,13 +73,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
-        return str(args.prompt)
-    if args.prompt_file is None:
-        return sys.stdin.read()
+        return utf8(args.prompt, "--prompt")
     try:
+        if args.prompt_file is None:
+            return utf8(sys.stdin.read(), "standard input")
         return Path(args.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"prompt file {args.prompt_file}: {error}; give a readable text file in UTF-8") from error
+        place = "standard input" if args.prompt_file is None else f"prompt file {args.prompt_file}"
+        raise InvalidArgument(f"{place}: {error}; give readable text in UTF-8") from error
 
 
 def _show(done: "Completion", text: str, prompt_tokens: int, shared: bool, as_json: bool) -> None:

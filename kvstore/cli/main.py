@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -11,6 +12,7 @@ from kvstore.errors import KVStoreError
 
 EXIT_FAULT = 2  # exit status: the store, its settings or the machine is at fault; argparse uses the same for bad usage
 EXIT_INTERRUPTED = 130  # exit status: 128 + SIGINT, as shells expect
+EXIT_NO_READER = 141  # exit status: 128 + SIGPIPE, likewise, where whoever reads the output has left
 
 # Each is a module beside this one, in the order that `--help` shows them.
 COMMANDS = (
@@ -44,7 +46,17 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. `argv` is without the program's name; None takes the process's own. Returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return EXIT_NO_READER
+
+
+def _run(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvstore", description="Keeps attention keys and values so that no prompt is computed twice.")
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

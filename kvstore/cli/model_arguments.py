@@ -54,7 +54,7 @@ def geometry_of(args: argparse.Namespace) -> Geometry:
 def _json(path: str) -> dict[str, Any]:
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}; give a file of JSON") from error
     if not isinstance(facts, dict):
         raise ConfigError(f"{path}: a JSON object is needed")

@@ -93,7 +93,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}; give the path of a config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{file}: not JSON ({error}); give the path of a config.json") from error
     if not isinstance(config, dict):
         raise InvalidArgument(f"{file}: holds no JSON object; give the path of a config.json")

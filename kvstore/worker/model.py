@@ -18,6 +18,7 @@ from kvstore.worker import attention, bundled
 from kvstore.worker.kinds import reason_of_trial, reason_to_refuse
 
 BLOCK_TOKENS = 16  # tokens: 360 KiB a block for the bundled model; half a block is computed again on an average hit
+MAX_REASON_CHARS = 300  # characters: a line or two of a library's reason, which may name every kind of model that it knows
 # What decides which token ids a text becomes; a folder has some of these.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 
@@ -69,9 +70,13 @@ def load_model(folder: Path | None = None, dtype: torch.dtype | None = None) -> 
     place = bundled.bundled_folder() if folder is None else folder
     if not (place / "config.json").is_file():
         raise ConfigError(f"model {place}: no config.json there; give a folder that Hugging Face's save_pretrained wrote")
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", local_files_only=True)
     names = [place / name for name in _TOKENIZER_FILES if (place / name).is_file()]
-    tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True) if names else None
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True) if names else None
+    except Exception as error:  # whatever a library's readers of many formats stumble over is the folder's fault
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
+        raise ConfigError(f"model {place} cannot be loaded ({why}); give a folder that Hugging Face's save_pretrained wrote") from error
     weights = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
     identity = Identity(
         model=bundled.NAME if folder is None else place.resolve().name,

@@ -64,7 +64,7 @@ def test_a_plan_that_fails_says_what_to_do(words: list[str], said: str, capsys: 
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "7"])
+@pytest.mark.parametrize("content", ["", "[]", "{", "7", "[" * 100_000, '{"a":' * 100_000], ids=lambda text: text[:6])
 def test_a_file_that_is_no_config_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(content)
     assert main(["plan", str(tmp_path)]) == 2

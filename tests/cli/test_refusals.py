@@ -1,4 +1,9 @@
-"""Settings with which a command could only fail later are refused at its start, in one line."""
+"""What a command cannot work with is told in one line: settings with which it could only fail later, at its start."""
+
+import io
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +41,29 @@ def test_a_chat_with_no_server_s_address(url: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("role", ["prefill", "both"])
 def test_a_front_door_before_no_worker_s_address(role: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://" in refused(["front", "--http", "127.0.0.1:0", f"--{role}", url], capsys)
+
+
+def test_a_chat_of_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Nobody:
+        name = "nobody"
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("kvstore.cli.chat.over_http", lambda *_: Nobody())
+    for errors in ("strict", "surrogateescape"):  # as Python opens standard input, by the locale
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors))
+        assert "UTF-8" in refused(["chat", "--url", "http://127.0.0.1:9"], capsys)
+    assert "--system" in refused(["chat", "--url", "http://127.0.0.1:9", "--system", "caf\udce9"], capsys)
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    words = ["plan", "--layers", "2", "--kv-heads", "1", "--head-dim", "64"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        program = [sys.executable, "-c", "from kvstore.cli.main import main; raise SystemExit(main())"]
+        done = subprocess.run([*program, *words], stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -75,6 +75,20 @@ def test_a_prompt_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
     assert "nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--prompt", "caf\udce9"], ["--prompt-file", "prompt"], []])
+def test_a_prompt_that_is_no_utf_8_is_told_in_a_line(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompt").write_bytes(b"caf\xe9")
+    for errors in ("strict", "surrogateescape"):  # as Python opens standard input, by the locale
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
+        assert main(["generate", "--standalone", *words]) == EXIT_FAULT
+        said = capsys.readouterr().err
+        assert said.startswith("kvstore: ")
+        assert "UTF-8" in said
+
+
 def test_a_loop_answers_each_line(tiny: LoadedModel, store: Watched) -> None:
     loop = Loop(tiny, store)
     ask = {"op": "generate", "tokens": prompt(30), "max_tokens": 5, "salt": "x"}

@@ -106,6 +106,17 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config", ["{}", "[]", "{", '{"model_type": "llama", "hidden_size": "x"}', '{"model_type": "none"}', '{"model_type": "llama"}']
+)
+def test_a_folder_whose_model_cannot_be_loaded_is_named(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="cannot be loaded") as refused:
+        load_model(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
 def test_a_model_without_a_tokenizer_takes_ids_only(tiny: LoadedModel) -> None:
     with pytest.raises(InvalidArgument, match="tokenizer"):
         tiny.encode("hello")
