@@ -23,18 +23,30 @@ async def read_json(path: Path) -> Any:
 async def replace_json(path: Path, value: object) -> None:
     """The file holds `value` from now on, also after a power failure. One caller at a time for a path.
 
-    Raises ResourceExhausted where the disk is full, Unavailable on other faults; the file is then as it was.
+    All of it in a thread: `value` must not change meanwhile. Raises ResourceExhausted where the disk is full, Unavailable on other
+    faults; the file is then as it was.
     """
+    await asyncio.to_thread(_replace, path, value)
+
+
+def _replace(path: Path, value: object) -> None:
     fresh = path.with_name(f"{path.name}.new")
     try:
-        async with aiofiles.open(fresh, "w", encoding="utf-8") as file:
-            await file.write(json.dumps(value, indent=1, sort_keys=True))
-            await file.flush()
-            await asyncio.to_thread(os.fsync, file.fileno())
-        await aiofiles.os.replace(fresh, path)
-        await asyncio.to_thread(sync_directory, path.parent)
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(_encoded(value))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync_directory(path.parent)
     except OSError as error:
         raise os_fault(path, "write", 0, error) from error
+
+
+def _encoded(value: object) -> str:
+    """With a line for each item or field. A long list takes its time: a call for each item, so that the event loop runs in between."""
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(json.dumps(item, sort_keys=True) for item in value) + "\n]"
+    return json.dumps(value, indent=1, sort_keys=True)
 
 
 async def remove(path: Path) -> None:

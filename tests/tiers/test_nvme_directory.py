@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.tiers.disk import (
     found,
     units_of,
 )
+
+WAIT_S = 10.0  # seconds: far beyond what a loop that runs needs for a step
 
 
 def test_a_second_owner_is_told_who_has_it(disk: Disk) -> None:
@@ -131,6 +134,29 @@ def test_what_is_no_file_is_refused_and_not_cleared(disk: Disk, name: str, make:
     with pytest.raises(ConfigError, match=f"{name} is no ordinary file; move it away"):
         nvme_directory.clear(disk.directory)
     assert (disk.directory / "format.json").exists(), "nothing is removed"
+
+
+def test_the_event_loop_runs_while_a_namespace_is_written(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = disk.filled(1)
+    begun, may_end, encoded = threading.Event(), threading.Event(), json.dumps
+
+    def waiting(*values: object, **settings: bool) -> str:
+        begun.set()
+        assert may_end.wait(WAIT_S), "the loop stands still"
+        return encoded(*values, **settings)  # type: ignore[arg-type]
+
+    async def add() -> None:
+        adding = asyncio.create_task(tier.add_namespace(bytes(32), {"tenant": "u"}))
+        while not begun.is_set():  # noqa: ASYNC110 — a thread sets it
+            await asyncio.sleep(0.001)
+        may_end.set()
+        await adding
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", waiting)
+        asyncio.run(add())
+    tier.close()
+    assert set(disk.open().namespaces) == {NAMESPACE, bytes(32)}
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, 2**40, "1", None])
