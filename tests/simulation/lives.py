@@ -86,7 +86,7 @@ class Life:
         terms: dict[str, Any] = {"guarantee_bytes": guarantee, "limit_bytes": limit and max(limit, guarantee)}
         if self._gpus is not None:
             terms |= {"gpus": range(self._gpus.count), "driver": self._gpus.driver}
-        client = AsyncKVClient("simulated", name=self._process.name, **terms)
+        client = AsyncKVClient("simulated:1", name=self._process.name, **terms)
         namespaces: dict[str, Namespace] = {}
         while not self._street.closing:
             kind = self._chance.choice(KINDS)

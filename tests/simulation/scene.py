@@ -245,7 +245,7 @@ class Scene:
     async def _audit(self) -> None:
         """Read all that can be found, once more: in host memory, and in each GPU's."""
         gpus = range(self.gpus.count)
-        client = AsyncKVClient("simulated", name="auditor", gpus=gpus, driver=self.gpus.driver if gpus else None)
+        client = AsyncKVClient("simulated:1", name="auditor", gpus=gpus, driver=self.gpus.driver if gpus else None)
         places = [None, *(gpu for gpu, tier in enumerate(self.gpus.tiers) if not tier.lost)]
         for kind in KINDS:
             namespace = await client.open_namespace(IDENTITY, kind.geometry, "", kind.name, kind.keep)
