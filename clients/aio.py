@@ -46,7 +46,11 @@ log = logging.getLogger("kvstore.client")
 
 
 class AsyncKVClient:
-    """A connection to the daemon of this machine, made and used on one event loop. See KVClient, whose calls it has with await."""
+    """A connection to the daemon of this machine, made and used on one event loop. See KVClient, whose calls it has with await.
+
+    A program that forks while one is open has GRPC_ENABLE_FORK_SUPPORT=0 in its environment: what grpc itself does in the child otherwise
+    may end it (SIGSEGV).
+    """
 
     def __init__(
         self,
@@ -99,27 +103,31 @@ class AsyncKVClient:
         pool: int | None = None,
     ) -> AsyncIterator[Lease]:
         """The leading blocks that the store has, readable until the `async with` block ends. See KVClient.get."""
-        wanted = requests.prompt_or_hashes(namespace, hashes, tokens, identity)
-        lease = await self._run(reading.get(namespace, wanted, timeout_s, pool))
+        wanted, begun = requests.prompt_or_hashes(namespace, hashes, tokens, identity), list[Lease]()
         try:
+            lease = await self._run(reading.get(namespace, wanted, timeout_s, pool, begun))
             yield lease
-        finally:
             await self._leave(reading.close_lease(lease))
+        except BaseException:  # an interrupt too, wherever it comes
+            for each in begun:
+                await self._leave(reading.close_lease(each))
+            raise
 
     @asynccontextmanager
     async def put(
         self, namespace: Namespace, hashes: bytes, parent: bytes | None = None, *, pool: int | None = None
     ) -> AsyncIterator[Put]:
         """Slots for those blocks of a chain that are not stored yet. See KVClient.put."""
-        before = namespace.root if parent is None else parent
-        put = await self._run(writing.put(namespace, requests.checked_hashes(hashes), before, pool))
+        before, begun = namespace.root if parent is None else parent, list[Put]()
         try:
+            put = await self._run(writing.put(namespace, requests.checked_hashes(hashes), before, pool, begun))
             yield put
-        except BaseException:
-            await self._leave(writing.abandon_put(put))
+            self._life.check_process()
+            await self._leave(writing.finish_put(namespace, put))
+        except BaseException:  # an interrupt too, wherever it comes
+            for each in begun:
+                await self._leave(writing.abandon_put(each))
             raise
-        self._life.check_process()
-        await self._leave(writing.finish_put(namespace, put))
 
     # ---- operations
 

@@ -5,6 +5,7 @@ The steps of each call are in calls.py, reading.py and writing.py; here they are
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import threading
@@ -120,11 +121,15 @@ class KVClient:
         pool   one of the client's `gpus`: first the blocks in that GPU's memory (`device_views`), then what follows from host memory
         Raises InvalidArgument and ConfigError where there is no such pool.
         """
-        lease = self._run(reading.get(namespace, requests.prompt_or_hashes(namespace, hashes, tokens, identity), timeout_s, pool))
+        wanted, begun = requests.prompt_or_hashes(namespace, hashes, tokens, identity), list[Lease]()
         try:
+            lease = self._run(reading.get(namespace, wanted, timeout_s, pool, begun))
             yield lease
-        finally:
             self._leave(reading.close_lease(lease))
+        except BaseException:  # an interrupt too, wherever it comes
+            for each in begun:
+                self._leave(reading.close_lease(each))
+            raise
 
     @contextmanager
     def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None, *, pool: int | None = None) -> Iterator[Put]:
@@ -135,14 +140,16 @@ class KVClient:
         On a normal end of the `with` block the filled blocks are committed, and found by anybody from then on; on an exception none.
         Raises InvalidArgument and ConfigError where there is no such pool.
         """
-        put = self._run(writing.put(namespace, requests.checked_hashes(hashes), namespace.root if parent is None else parent, pool))
+        before, begun = namespace.root if parent is None else parent, list[Put]()
         try:
+            put = self._run(writing.put(namespace, requests.checked_hashes(hashes), before, pool, begun))
             yield put
-        except BaseException:
-            self._leave(writing.abandon_put(put))
+            self._life.check_process()
+            self._leave(writing.finish_put(namespace, put))
+        except BaseException:  # an interrupt too, wherever it comes
+            for each in begun:
+                self._leave(writing.abandon_put(each))
             raise
-        self._life.check_process()
-        self._leave(writing.finish_put(namespace, put))
 
     def open_blocks(
         self, identity: Identity, geometry: Geometry, shard: str = "", *, tails: bool = False, pools: Sequence[PoolTerms] = ()
@@ -236,12 +243,20 @@ class KVClient:
 
     def _carried_out(self, steps: Steps[T]) -> T:
         try:
-            command = next(steps)
+            return self._advanced(steps, None)
+        except BaseException as error:
+            if inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED:  # an interrupt between two steps: they clean up
+                self._advanced(steps, error)
+            raise
+
+    def _advanced(self, steps: Steps[T], error: BaseException | None) -> T:
+        try:
+            command = next(steps) if error is None else steps.throw(error)
             while True:
                 try:
                     result = self._do(command)
-                except BaseException as error:  # noqa: BLE001 — every fault belongs to the steps, which clean up and pass it on
-                    command = steps.throw(error)
+                except BaseException as fault:  # noqa: BLE001 — every fault belongs to the steps, which clean up and pass it on
+                    command = steps.throw(fault)
                 else:
                     command = steps.send(result)
         except StopIteration as done:

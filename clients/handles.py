@@ -105,6 +105,7 @@ class Attached:
         self.error: errors.KVStoreError | None = None
         self._lock = lock
         self._holds = 0
+        self._holders: set[object] = set()
         self._imported: list[ImportedPool] = []
         self._guard = threading.Lock()
 
@@ -117,6 +118,17 @@ class Attached:
         """Holds were given back; the last one of a session that is over lets the lock go."""
         with self._guard:
             self._holds -= count
+            self._release_if_done()
+
+    def hold_for(self, holder: object) -> None:
+        """As `hold`, for one who may be interrupted within, and then gives back whether it was taken or not."""
+        with self._guard:
+            self._holders.add(holder)
+
+    def drop_for(self, holder: object) -> None:
+        """What it holds, if it does."""
+        with self._guard:
+            self._holders.discard(holder)
             self._release_if_done()
 
     def imports(self, pool: ImportedPool) -> None:
@@ -139,7 +151,7 @@ class Attached:
     @property
     def held(self) -> bool:
         """Something of this session is in somebody's hands."""
-        return self._holds > 0
+        return self._holds > 0 or bool(self._holders)
 
     def check(self) -> None:
         """Raise SessionEnded or StaleEpoch where this session's holds are no longer good."""
@@ -147,5 +159,5 @@ class Attached:
             raise self.error
 
     def _release_if_done(self) -> None:
-        if self.error is not None and self._holds <= 0:
+        if self.error is not None and not self.held:
             self._lock.release()

@@ -14,6 +14,7 @@ from kvstore.clients.copying import Buffer, address, checked, copy_blocks
 from kvstore.clients.gpus import MappedPool, place_of
 from kvstore.clients.handles import Attached
 from kvstore.clients.hbm import DeviceBytes
+from kvstore.clients.hold import Hold
 from kvstore.proto import kvstore_pb2 as pb
 
 _NO_BYTES = np.zeros(0, np.uint8)
@@ -67,18 +68,26 @@ class Lease:
     def __init__(
         self,
         views: Sequence[Bytes],
-        attached: Attached | None = None,
+        hold: Hold | None = None,
         leases: Sequence[pb.Op] = (),
         device_views: Sequence[DeviceBytes] = (),
-        pool: MappedPool | None = None,
     ) -> None:
-        """leases   the releases that end it;  pool  held for this lease"""
+        """hold   None: the bytes came over gRPC and are the caller's own copies;  leases  the releases that end it"""
         self._views: Sequence[Bytes] = views
         self._device_views: Sequence[DeviceBytes] = device_views
         self._closed = False
-        self.attached = attached  # None: the bytes came over gRPC and are the caller's own copies
+        self.hold = hold
         self.leases = list(leases)
-        self.pool = pool
+
+    @property
+    def attached(self) -> Attached | None:
+        """The session that it hangs on."""
+        return self.hold.attached if self.hold is not None else None
+
+    @property
+    def pool(self) -> MappedPool | None:
+        """The pool that its first blocks are in."""
+        return self.hold.pool if self.hold is not None else None
 
     @property
     def blocks(self) -> int:
@@ -135,7 +144,6 @@ class Lease:
         if self.attached is not None:
             self.attached.check()
 
-    def close(self) -> bool:
-        """Mark it given back; True the first time."""
-        first, self._closed, self._views, self._device_views = not self._closed, True, (), ()
-        return first
+    def close(self) -> None:
+        """Mark it given back."""
+        self._closed, self._views, self._device_views = True, (), ()

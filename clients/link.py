@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -26,6 +27,7 @@ from kvstore.clients.session import Answered, AnsweredAll, Event, Granting, Open
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 
+T = TypeVar("T")
 ATTACH_TIMEOUT_S = 10.0  # two round trips and two maps; a daemon that takes longer is not serving
 
 
@@ -51,11 +53,30 @@ def ended_error(session: Session, error: errors.KVStoreError) -> errors.KVStoreE
     return errors.SessionEnded(f"session {session.id} is over ({error}); its leases are gone, make new ones")
 
 
+class _Awaited(Generic[T]):
+    """A value that one thread waits for. A future would do, but an interrupt in its `result` can leave its lock taken for ever."""
+
+    def __init__(self) -> None:
+        self.value: T | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def set_result(self, value: T) -> None:
+        """It is there; said once."""
+        self.value = value
+        self._gate.release()
+
+    def within(self, timeout_s: float) -> T | None:
+        """The value, or None when the time is up."""
+        self._gate.acquire(timeout=max(timeout_s, 0.0))
+        return self.value
+
+
 class _Answers:
-    """The answers to operations that somebody waits for together: one future for all, since one for each costs more than the answer."""
+    """The answers to operations that somebody waits for together: one wait for all, since one for each costs more than the answer."""
 
     def __init__(self, count: int) -> None:
-        self.all: Future[list[Answer]] = Future()
+        self.all = _Awaited[list[Answer]]()
         self.first = 0  # ticket of the first; the others' follow it
         self._found: list[Answer | None] = [None] * count
         self._left = count
@@ -79,9 +100,10 @@ class Link:
         self._place = place
         self._previous = previous
         self._session = Session()
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()  # taken as it is, in C: an interrupt inside a Condition's own `with` leaves it locked for ever
+        self._wake = threading.Condition(self._lock)
         self._answers: dict[int, Future[Answer] | _Answers] = {}
-        self._settling: dict[int, Future[Granting]] = {}
+        self._settling: dict[int, Future[Granting] | _Awaited[Granting]] = {}
         self._opened: Future[Attached | Unmapped] = Future()
         self._attached: Attached | None = None
         self._closing = False
@@ -95,9 +117,11 @@ class Link:
         """Wait until the session is open. Raises Unavailable, or what the daemon refused it with."""
         try:
             return self._opened.result(timeout_s)
-        except FutureTimeout:
+        except BaseException as error:  # a caller who was interrupted too: nobody else knows of this session
             self.close()
-            raise errors.DeadlineExceeded(f"daemon at {self._place}: no session within {timeout_s} s; see its log") from None
+            if isinstance(error, FutureTimeout):
+                raise errors.DeadlineExceeded(f"daemon at {self._place}: no session within {timeout_s} s; see its log") from None
+            raise
 
     @property
     def alive(self) -> bool:
@@ -106,14 +130,14 @@ class Link:
 
     def tell(self, ops: list[pb.Op]) -> None:
         """Queue operations whose answers nobody waits for. Raises the session's error where it is over."""
-        with self._wake:
+        with self._lock:
             self._session.submit(ops)
             self._wake.notify()
 
     def submit(self, ops: list[pb.Op]) -> list[Future[Answer]]:
         """Queue operations; each future gets its answer, `Failed` where the session ends first."""
         futures: list[Future[Answer]] = [Future() for _ in ops]
-        with self._wake:
+        with self._lock:
             self._answers.update(zip(self._session.submit(ops), futures, strict=True))
             self._wake.notify()
         return futures
@@ -123,40 +147,49 @@ class Link:
         if not ops:
             return []
         answers = _Answers(len(ops))
-        with self._wake:
+        with self._lock:
             tickets = self._session.submit(ops)
             answers.first = tickets[0]
             self._answers.update(dict.fromkeys(tickets, answers))
             self._wake.notify()
-        try:
-            return answers.all.result(timeout_s)
-        except FutureTimeout:
-            raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log") from None
+        found = answers.all.within(timeout_s)
+        if found is None:
+            raise errors.DeadlineExceeded(f"daemon at {self._place}: no answer within {timeout_s} s; see its log")
+        return found
 
     def take(self, op: pb.Op, timeout_s: float) -> Granting:
         """Queue an Acquire and wait until its lease is settled, or the time is up: then with what was granted by then."""
-        future = self.begin(op)
-        with contextlib.suppress(FutureTimeout):
-            future.result(timeout_s)
-        return self.granted(lease_name(op.acquire.lease, op.pool))
+        lease, settled = lease_name(op.acquire.lease, op.pool), _Awaited[Granting]()
+        try:
+            self._begin(op, settled)
+            settled.within(timeout_s)
+            return self.granted(lease)
+        except BaseException:  # an interrupt
+            self.granted(lease)
+            raise
 
     def begin(self, op: pb.Op) -> Future[Granting]:
         """Queue an Acquire; the future is done once its lease is settled. `granted` ends it, and must follow in any case."""
         future: Future[Granting] = Future()
-        with self._wake:
-            self._session.submit([op])
-            self._settling[lease_name(op.acquire.lease, op.pool)] = future
-            self._wake.notify()
+        self._begin(op, future)
         return future
+
+    def _begin(self, op: pb.Op, settling: Future[Granting] | _Awaited[Granting]) -> None:
+        with self._lock:
+            self._session.submit([op])
+            self._settling[lease_name(op.acquire.lease, op.pool)] = settling
+            self._wake.notify()
 
     def granted(self, lease: int) -> Granting:
         """What a lease (a `lease_name`) that was begun has by now. Later grants are of no interest: release what was not settled."""
-        with self._wake:
+        with self._lock:
             future = self._settling.pop(lease, None)
             granting = self._session.granting(lease)
             self._session.forget(lease)
-        if future is not None and future.done():
-            return future.result()
+        if isinstance(future, Future):
+            granting = future.result() if future.done() else granting
+        elif future is not None:
+            granting = future.value or granting
         return granting or Granting(0, error=errors.SessionEnded("the session ended; attach again"))
 
     def new_id(self) -> int:
@@ -166,7 +199,7 @@ class Link:
     def close(self) -> None:
         """End the session: in order where nothing is held, otherwise its slots stay until the last hold is dropped. Idempotent."""
         attached = self._attached
-        with self._wake:
+        with self._lock:
             orderly = not self._closing and attached is not None and not attached.held and self._session.state is State.OPEN
             if orderly:
                 self._session.detach()
@@ -183,7 +216,7 @@ class Link:
 
     def _outgoing(self) -> Iterator[pb.ClientMessage]:
         while True:
-            with self._wake:
+            with self._lock:
                 while (message := self._session.next_message()) is None and not self._closing:
                     self._wake.wait()
             if message is None:
@@ -194,7 +227,7 @@ class Link:
         error: errors.KVStoreError = errors.Unavailable(f"daemon at {self._place}: it closed the session")
         try:
             for message in self._stream:
-                with self._wake:
+                with self._lock:
                     events = self._session.receive(message)
                 self._carry_out(events)
         except grpc.RpcError as fault:
@@ -204,7 +237,7 @@ class Link:
         self._end(error)
 
     def _end(self, error: errors.KVStoreError) -> None:
-        with self._wake:
+        with self._lock:
             events = self._session.lost(error)
             self._closing = True
             self._wake.notify_all()
@@ -253,7 +286,7 @@ class Link:
             self._stream.cancel()
             return
         self._attached = Attached(self._session, arena, lock)
-        with self._wake:
+        with self._lock:
             self._session.locked()
             self._wake.notify()
 

@@ -14,9 +14,11 @@ from kvstore.clients.copying import Buffer, address, checked, copy_blocks
 from kvstore.clients.gpus import MappedPool, place_of
 from kvstore.clients.handles import EXISTS, OUTCOME_NAMES, SLOT, STORED, Attached
 from kvstore.clients.hbm import DeviceBytes
+from kvstore.clients.hold import Hold
 from kvstore.clients.pools import number_of
 from kvstore.geometry import UNIT_BYTES
 from kvstore.hashing import HASH_BYTES
+from kvstore.proto import kvstore_pb2 as pb
 
 
 class Put:
@@ -37,7 +39,8 @@ class Put:
         self.hashes = hashes
         self.outcomes = outcomes
         self.block_bytes = block_bytes
-        self.attached: Attached | None = None  # None: the bytes go over gRPC
+        self.hold: Hold | None = None  # None: the bytes go over gRPC
+        self.releases: list[pb.Op] = []  # of the leases that its blocks became
         self.reservation = 0
         self.units = self.generations = np.zeros(0, np.uint32)  # [n], by index, where there is a slot
         self.filled = bytearray(len(outcomes))  # by index; 1: complete
@@ -46,9 +49,14 @@ class Put:
         self._parent = parent
         self._handed_out: dict[int, Bytes] = {}  # by the array's id: a view is asked for again and again
 
-    def give_slots(self, attached: Attached, reservation: int, units: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
+    def give_slots(self, hold: Hold, reservation: int, units: NDArray[np.uint32], generations: NDArray[np.uint32]) -> None:
         """The blocks are to be written in place."""
-        self.attached, self.reservation, self.units, self.generations = attached, reservation, units, generations
+        self.hold, self.reservation, self.units, self.generations = hold, reservation, units, generations
+
+    @property
+    def attached(self) -> Attached | None:
+        """The session that its slots are of."""
+        return self.hold.attached if self.hold is not None else None
 
     @property
     def pool_number(self) -> int:

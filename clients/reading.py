@@ -8,9 +8,9 @@ import numpy as np
 
 from kvstore import errors
 from kvstore.clients import requests
-from kvstore.clients.gpus import MappedPool
 from kvstore.clients.handles import Attached, Namespace
 from kvstore.clients.hbm import DeviceBytes
+from kvstore.clients.hold import Hold
 from kvstore.clients.lease import Lease, Views
 from kvstore.clients.pools import Pool, number_of
 from kvstore.clients.requests import Words
@@ -24,6 +24,7 @@ from kvstore.clients.steps import (
     Take,
     Tell,
     let_go,
+    no_pools,
     of_namespace,
     packed_checksum,
     persistent,
@@ -36,52 +37,50 @@ from kvstore.proto import kvstore_pb2 as pb
 _NONE = np.zeros(0, np.uint32)
 
 
-def get(namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int | None = None) -> Steps[Lease]:
+def get(namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int | None, begun: list[Lease]) -> Steps[Lease]:
     """Lease the leading blocks in place, or bring copies where the arena cannot be mapped. A prompt shorter than a block has none.
 
-    gpu   whose pool comes first, by its number in this process
+    gpu     whose pool comes first, by its number in this process
+    begun   gets the lease too, before anything can be interrupted: the caller closes what is in it, whatever was raised
     """
 
     def attempt() -> Steps[Lease]:
         attached: Attached | None = yield Attach()
+        if attached is not None:
+            return (yield from _get_in_place(attached, namespace, hashes, timeout_s, gpu, begun))
         if gpu is not None:
-            return (yield from _get_in_pool(attached, namespace, hashes, timeout_s, gpu))
-        if attached is None:
-            return (yield from _get_copies(namespace, hashes, timeout_s))
-        yield from same_epoch(namespace, attached)
-        return (yield from _get_in_place(attached, namespace, hashes, timeout_s, None))
+            raise no_pools()
+        return (yield from _get_copies(namespace, hashes, timeout_s))
 
-    return (yield from persistent(attempt)) if hashes or gpu is not None else Lease([])
-
-
-def _get_in_pool(attached: Attached | None, namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int) -> Steps[Lease]:
-    pool = yield from pool_mapped(attached, gpu)
-    try:
-        if attached is None or not hashes:
-            return Lease([], pool=pool)
-        yield from same_epoch(namespace, attached)
-        return (yield from _get_in_place(attached, namespace, hashes, timeout_s, pool))
-    except BaseException:
-        pool.drop()
-        raise
+    lease = (yield from persistent(attempt)) if hashes or gpu is not None else Lease([])
+    if not begun:
+        begun.append(lease)
+    return lease
 
 
-def _get_in_place(attached: Attached, namespace: Namespace, hashes: bytes, timeout_s: float, pool: MappedPool | None) -> Steps[Lease]:
-    """What the pool has of the leading blocks, if one is given, and what memory has of those that follow."""
+def _get_in_place(
+    attached: Attached, namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int | None, begun: list[Lease]
+) -> Steps[Lease]:
+    """What the GPU's pool has of the leading blocks, if one is given, and what memory has of those that follow."""
     size_bytes = namespace.geometry.block_bytes
-    leases: list[pb.Op] = []
-    attached.hold()
+    pool = None if gpu is None else (yield from pool_mapped(attached, gpu))
+    hold, leases = Hold(attached, pool), list[pb.Op]()
     try:
+        hold.take()
         above: Sequence[DeviceBytes] = ()
-        if pool is not None:
-            above = pool.views(*(yield from _taken(attached, namespace, hashes, timeout_s, leases, pool.pool)), size_bytes)
-            hashes = hashes[HASH_BYTES * len(above) :]
         units = generations = _NONE
         if hashes:
+            yield from same_epoch(namespace, attached)
+        if pool is not None and hashes:
+            above = pool.views(*(yield from _taken(attached, namespace, hashes, timeout_s, leases, pool.pool)), size_bytes)
+            hashes = hashes[HASH_BYTES * len(above) :]
+        if hashes:
             units, generations = yield from _taken(attached, namespace, hashes, timeout_s, leases, None)
-        return Lease(Views(attached.arena, units, generations, size_bytes), attached, leases, above, pool)
+        lease = Lease(Views(attached.arena, units, generations, size_bytes), hold, leases, above)
+        begun.append(lease)
+        return lease
     except BaseException:
-        yield from let_go(attached, leases)
+        yield from let_go(hold, leases)
         raise
 
 
@@ -102,14 +101,9 @@ def _taken(
 
 def close_lease(lease: Lease) -> Steps[None]:
     """Give a lease back; nothing is awaited, and a session that is over needs nothing."""
-    if not lease.close():
-        return
-    try:
-        if lease.attached is not None:
-            yield from let_go(lease.attached, lease.leases)
-    finally:
-        if lease.pool is not None:
-            lease.pool.drop()
+    lease.close()
+    if lease.hold is not None:
+        yield from let_go(lease.hold, lease.leases)
 
 
 def _get_copies(namespace: Namespace, hashes: bytes, timeout_s: float) -> Steps[Lease]:

@@ -18,6 +18,7 @@ from kvstore.checksum import block_checksum
 from kvstore.clients.channel import CALL_TIMEOUT_S
 from kvstore.clients.gpus import MappedPool
 from kvstore.clients.handles import Attached, Namespace
+from kvstore.clients.hold import Hold
 from kvstore.proto import kvstore_pb2 as pb
 
 RETRY_PAUSES_S = (0.05, 0.2, 0.8)  # seconds between tries: a daemon that is being restarted is back within about one
@@ -146,24 +147,33 @@ def same_epoch(namespace: Namespace, attached: Attached) -> Steps[None]:
     namespace.id_in(attached.session.epoch)
 
 
-def pool_mapped(attached: Attached | None, gpu: int) -> Steps[MappedPool]:
-    """A GPU's pool, held for the caller. Raises InvalidArgument and ConfigError where there is none for this client."""
-    if attached is None:
-        raise errors.ConfigError("blocks in GPU memory need the daemon's shared memory in this process; leave `pool` out")
+def no_pools() -> errors.ConfigError:
+    """The error where a pool is asked for and the arena cannot be mapped."""
+    return errors.ConfigError("blocks in GPU memory need the daemon's shared memory in this process; leave `pool` out")
+
+
+def pool_mapped(attached: Attached, gpu: int) -> Steps[MappedPool]:
+    """A GPU's pool. Raises InvalidArgument and ConfigError where there is none for this client."""
     found: MappedPool = yield MapPool(attached, gpu)
-    found.hold()
     return found
 
 
-def let_go(attached: Attached, ops: list[pb.Op]) -> Steps[None]:
-    """Give a hold back without waiting. A session that is over has given it up already."""
+def let_go(hold: Hold, ops: list[pb.Op]) -> Steps[None]:
+    """Give a hold back without waiting, unless it was. A session that is over has given it up already."""
+    told = Tell(hold.attached, ops)
     try:
-        if attached.error is None:
-            yield Tell(attached, ops)
+        if ops and hold.held and hold.attached.error is None:
+            try:
+                yield told
+            except (errors.KVStoreError, GeneratorExit):
+                raise
+            except BaseException:  # an interrupt, perhaps before they were queued; to tell them twice does no harm
+                yield told
+                raise
     except errors.KVStoreError:
         pass  # the session ended meanwhile, and its holds with it
     finally:
-        attached.drop()
+        hold.drop()
 
 
 def packed_checksum(digest: bytes, block_hash: bytes, data: bytes | memoryview) -> bytes:

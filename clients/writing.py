@@ -12,8 +12,8 @@ from kvstore import errors
 from kvstore.clients import calls, requests
 from kvstore.clients.answers import Answer, Failed, Slotted
 from kvstore.clients.channel import CALL_TIMEOUT_S
-from kvstore.clients.gpus import MappedPool
 from kvstore.clients.handles import EXISTS, NONE, SLOT, STORED, Attached, Namespace
+from kvstore.clients.hold import Hold
 from kvstore.clients.pools import number_of
 from kvstore.clients.put import Put, PutBlock
 from kvstore.clients.steps import (
@@ -23,6 +23,7 @@ from kvstore.clients.steps import (
     Send,
     Steps,
     let_go,
+    no_pools,
     of_namespace,
     packed_checksum,
     persistent,
@@ -34,49 +35,52 @@ from kvstore.proto import kvstore_pb2 as pb
 
 PIECE_BYTES = 2**20  # 1 MiB: a quarter of the largest message
 
+_NOTHING = np.zeros(0, np.uint8)
 
-def put(namespace: Namespace, hashes: bytes, parent: bytes, gpu: int | None = None) -> Steps[Put]:
-    """Slots for the blocks of one chain that are not stored yet, in memory or in a GPU's. A prompt shorter than a block has none."""
+
+def put(namespace: Namespace, hashes: bytes, parent: bytes, gpu: int | None, begun: list[Put]) -> Steps[Put]:
+    """Slots for the blocks of one chain that are not stored yet, in memory or in a GPU's. A prompt shorter than a block has none.
+
+    begun   gets the put too, before anything can be interrupted: where anything is raised, the caller abandons what is in it
+    """
     requests.checked_parent(parent)
-    if not hashes and gpu is None:
-        return Put(b"", parent, np.zeros(0, np.uint8), namespace.geometry.block_bytes)
 
     def attempt() -> Steps[Put]:
         attached: Attached | None = yield Attach()
+        if attached is not None:
+            return (yield from _put_in_place(attached, namespace, hashes, parent, gpu, begun))
         if gpu is not None:
-            return (yield from _put_in_pool(attached, namespace, hashes, parent, gpu))
-        if attached is None:
-            return (yield from _put_copies(namespace, hashes, parent))
-        yield from same_epoch(namespace, attached)
-        return (yield from _put_in_place(attached, namespace, hashes, parent, None))
+            raise no_pools()
+        return (yield from _put_copies(namespace, hashes, parent))
 
-    return (yield from persistent(attempt))
+    made = (yield from persistent(attempt)) if hashes or gpu is not None else Put(b"", parent, _NOTHING, namespace.geometry.block_bytes)
+    if not begun:
+        begun.append(made)
+    return made
 
 
-def _put_in_pool(attached: Attached | None, namespace: Namespace, hashes: bytes, parent: bytes, gpu: int) -> Steps[Put]:
-    pool = yield from pool_mapped(attached, gpu)
+def _put_in_place(
+    attached: Attached, namespace: Namespace, hashes: bytes, parent: bytes, gpu: int | None, begun: list[Put]
+) -> Steps[Put]:
+    pool = None if gpu is None else (yield from pool_mapped(attached, gpu))
+    reservation, number, size_bytes = attached.session.new_id(), number_of(pool.pool if pool else None), namespace.geometry.block_bytes
+    hold = Hold(attached, pool)
     try:
-        if attached is None or not hashes:
-            return Put(b"", parent, np.zeros(0, np.uint8), namespace.geometry.block_bytes, pool)
-        yield from same_epoch(namespace, attached)
-        return (yield from _put_in_place(attached, namespace, hashes, parent, pool))
+        hold.take()
+        put = Put(hashes, parent, _NOTHING, size_bytes, pool)
+        units = generations = put.units
+        if hashes:
+            yield from same_epoch(namespace, attached)
+            asked = requests.reserve(reservation, namespace.id_in(attached.session.epoch), hashes=hashes, pool=number)
+            reserved = _slotted((yield Ask(attached, [asked]))[0])
+            put = Put(hashes, parent, reserved.outcomes.copy(), size_bytes, pool)
+            units, generations = reserved.units, reserved.generations
+        put.give_slots(hold, reservation, units, generations)
+        begun.append(put)
+        return put
     except BaseException:
-        pool.drop()
+        yield from let_go(hold, [requests.abandon(reservation, pool=number)])
         raise
-
-
-def _put_in_place(attached: Attached, namespace: Namespace, hashes: bytes, parent: bytes, pool: MappedPool | None) -> Steps[Put]:
-    reservation, number = attached.session.new_id(), number_of(pool.pool if pool else None)
-    attached.hold()
-    try:
-        asked = requests.reserve(reservation, namespace.id_in(attached.session.epoch), hashes=hashes, pool=number)
-        reserved = _slotted((yield Ask(attached, [asked]))[0])
-        put = Put(hashes, parent, reserved.outcomes.copy(), namespace.geometry.block_bytes, pool)
-        put.give_slots(attached, reservation, reserved.units, reserved.generations)
-    except BaseException:
-        yield from let_go(attached, [requests.abandon(reservation, pool=number)])
-        raise
-    return put
 
 
 def _put_copies(namespace: Namespace, hashes: bytes, parent: bytes) -> Steps[Put]:
@@ -92,61 +96,48 @@ def finish_put(namespace: Namespace, put: Put) -> Steps[None]:
     Raises SessionEnded or StaleEpoch where blocks were filled and the session is over: look before you count on them.
     """
     put.seal()
-    try:
-        yield from _finish(namespace, put)
-    finally:
-        if put.pool is not None:
-            put.pool.drop()
-
-
-def _finish(namespace: Namespace, put: Put) -> Steps[None]:
     ready = put.committable()
     put.outcomes[put.blocks.indices] = NONE
-    if put.attached is None:
+    if put.hold is None:
         yield from _send_copies(namespace, put, [put.blocks[place] for place in range(len(ready))])
         return
-    if not len(ready):
-        yield from let_go(put.attached, [_abandon(put)])
-        return
-    attached, lease = put.attached, put.attached.session.new_id()
+    attached = put.hold.attached
     try:
-        attached.check()
-        answers: list[Answer] = yield Ask(attached, [_commit(namespace, put, ready, lease)])
-        put.outcomes[ready] = _slotted(answers[0]).outcomes
+        if len(ready):
+            attached.check()
+            lease = attached.session.new_id()
+            put.releases.append(requests.release(lease, pool=put.pool_number))
+            answers: list[Answer] = yield Ask(attached, [_commit(namespace, attached, put, ready, lease)])
+            put.outcomes[ready] = _slotted(answers[0]).outcomes
     except errors.Unavailable as error:  # the stream broke, and so the session ended
         raise errors.SessionEnded(f"session {attached.session.id} is over ({error}); put again: its blocks may be lost") from error
     finally:
-        # The slot of a block that was not stored, say because another session's commit came first, is still reserved.
-        stored = (put.outcomes[put.blocks.indices] == STORED).all()
-        rest = [] if stored else [_abandon(put)]
-        yield from let_go(attached, [requests.release(lease, pool=put.pool_number), *rest])
+        yield from let_go(put.hold, _ending(put))
 
 
-def _commit(namespace: Namespace, put: Put, ready: NDArray[np.intp], lease: int) -> pb.Op:
+def _commit(namespace: Namespace, attached: Attached, put: Put, ready: NDArray[np.intp], lease: int) -> pb.Op:
     first, last = int(ready[0]), int(ready[-1])
     if last - first == len(ready) - 1:  # neighbours: one chain
         hashes, parents = put.hashes[HASH_BYTES * first : HASH_BYTES * (last + 1)], put.parent_of(first)
     else:
         hashes, parents = (b"".join(map(each, ready.tolist())) for each in (put.hash_at, put.parent_of))
-    assert put.attached is not None
-    number = namespace.id_in(put.attached.session.epoch)
+    number = namespace.id_in(attached.session.epoch)
     return requests.commit(lease, number, (put.units[ready], put.generations[ready]), hashes, parents, pool=put.pool_number)
 
 
-def _abandon(put: Put) -> pb.Op:
-    return requests.abandon(put.reservation, pool=put.pool_number)
+def _ending(put: Put) -> list[pb.Op]:
+    """What gives back all that is left. The slot of a block that was not stored, as another session came first, is still reserved."""
+    stored = (put.outcomes[put.blocks.indices] == STORED).all()
+    return put.releases if stored else [*put.releases, requests.abandon(put.reservation, pool=put.pool_number)]
 
 
 def abandon_put(put: Put) -> Steps[None]:
-    """Give every slot back; nothing becomes visible."""
-    put.seal()
-    put.outcomes[put.blocks.indices] = NONE
-    try:
-        if put.attached is not None:
-            yield from let_go(put.attached, [_abandon(put)])
-    finally:
-        if put.pool is not None:
-            put.pool.drop()
+    """Give every slot back that has not been; nothing becomes visible."""
+    if not put.sealed:
+        put.seal()
+        put.outcomes[put.blocks.indices] = NONE
+    if put.hold is not None:
+        yield from let_go(put.hold, _ending(put))
 
 
 def _send_copies(namespace: Namespace, put: Put, ready: list[PutBlock]) -> Steps[None]:

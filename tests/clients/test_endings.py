@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -17,9 +18,8 @@ from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain
 
 FORKS = """
-import asyncio, os, sys
+import os, sys
 from kvstore import errors
-from kvstore.clients.aio import AsyncKVClient
 from kvstore.clients.client import KVClient
 from tests.blocks import GEOMETRY, IDENTITY, chain
 
@@ -70,9 +70,19 @@ with KVClient(address) as client:
     assert client.lookup(namespace, chain(2, 1)).blocks == 1
     assert [(each.leases, each.reserved_slots) for each in client.stats().sessions] == [(0, 0)]
 
+"""
+FORKS_ON_A_LOOP = """
+import asyncio, os, sys
+from kvstore import errors
+from kvstore.clients.aio import AsyncKVClient
+from tests.blocks import GEOMETRY, IDENTITY, chain
+
 async def on_a_loop():
-    async with AsyncKVClient(address) as client:
+    hashes = chain(3, 2)
+    async with AsyncKVClient(sys.argv[1]) as client:
         namespace = await client.open_namespace(IDENTITY, GEOMETRY)
+        async with client.put(namespace, hashes) as put:
+            put.write_all([bytes([7]) * GEOMETRY.block_bytes] * 2)
         async with client.get(namespace, hashes) as lease:
             child = os.fork()
             if not child:
@@ -95,8 +105,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield process
 
 
-def test_a_child_of_fork_is_told_so_and_ends_nothing_of_its_parent(shared: DaemonProcess) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS, shared.address], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize("program", [FORKS, FORKS_ON_A_LOOP], ids=["threads", "loop"])
+def test_a_child_of_fork_is_told_so_and_ends_nothing_of_its_parent(shared: DaemonProcess, program: str) -> None:
+    environment = dict(os.environ)
+    if program == FORKS_ON_A_LOOP:
+        environment["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # see AsyncKVClient
+    command = [sys.executable, "-c", program, shared.address]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
