@@ -173,7 +173,10 @@ class PutBlock:
 
     @property
     def view(self) -> Bytes:
-        """The block's bytes, to be written here; read-only once the `with` block has ended. With a `pool` see `device_view`."""
+        """The block's bytes, to be written here; read-only once the `with` block has ended. With a `pool` see `device_view`.
+
+        What was derived from it, a slice or a tensor, cannot be taken back: writing through it later changes a published block.
+        """
         self.warm(0, self._put.block_bytes)
         view = self.memory()
         self._put.handed_out(view)
