@@ -7,7 +7,7 @@ import logging
 from kvstore.cache.messages import Corrupted, Tier
 
 LINES = 32  # in a window of time; a disk that goes bad, or a client that means harm, has thousands
-WINDOW_S = 10.0
+WINDOW_S = 10.0  # seconds: a few lines a second, in which everything else is still seen
 STORY_EVENTS = 8  # of a block, the last ones, in its line
 
 log = logging.getLogger(__name__)
