@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -22,6 +23,7 @@ from kvstore.clients.aio_link import AsyncLink
 from kvstore.clients.aio_quick import AsyncQuickLookups
 from kvstore.clients.blocks import Tokens
 from kvstore.clients.channel import MAP_AGAIN_S, OPTIONS, error_of, target
+from kvstore.clients.connections import AsyncConnections
 from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
@@ -62,6 +64,11 @@ class AsyncKVClient:
         gpus: Sequence[int] = (),
         driver: CudaDriver | None = None,
     ) -> None:
+        """As KVClient. Raises InvalidArgument outside an event loop."""
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise errors.InvalidArgument("no event loop runs here; make the client inside the coroutine that uses it") from None
         self._gpus = Gpus(gpus, driver)
         self.place = target(address)
         self._channel = grpc.aio.insecure_channel(self.place, OPTIONS)
@@ -69,10 +76,11 @@ class AsyncKVClient:
         self._hello = requests.hello(name, guarantee_bytes, limit_bytes, self._gpus.terms())
         self._quick = AsyncQuickLookups(self.place)
         self._attaching = asyncio.Lock()
-        self._link: AsyncLink | None = None
         self._attached: Attached | None = None
         self._unmapped_until = 0.0  # blocks go over gRPC till then
         self._life = Life()
+        self._open = AsyncConnections(self._channel, self._quick, self._gpus, self._life, self._loop)
+        weakref.finalize(self, self._open.dropped).atexit = False  # at the process's end the daemon sees for itself
 
     # ---- namespaces
 
@@ -153,7 +161,7 @@ class AsyncKVClient:
 
     async def watch(self, namespace: Namespace | None = None) -> AsyncIterator[Watched]:
         """What is stored now, then what changes, until the caller stops. See KVClient.watch."""
-        self._life.check()
+        self._check()
         if namespace is not None:
             await self._run(reopen(namespace))
         epoch, number = namespace.opened if namespace is not None else ("", 0)
@@ -172,13 +180,10 @@ class AsyncKVClient:
         """End the session and the connection. Idempotent. Leases still held keep their memory until they are given back."""
         if self._life.forked:
             return  # session and connections are the parent's, which goes on
+        self._check_loop()
         async with self._attaching:
-            link, self._link, self._life.closed = self._link, None, True
-        if link is not None:
-            await link.close()
-        self._gpus.close()
-        self._quick.close()
-        await self._channel.close()
+            self._life.closed = True
+        await self._open.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -188,8 +193,16 @@ class AsyncKVClient:
 
     # ---- carrying out
 
-    async def _run(self, steps: Steps[T]) -> T:
+    def _check(self) -> None:
         self._life.check()
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise errors.InvalidArgument("this client was made on another event loop; make one on each")
+
+    async def _run(self, steps: Steps[T]) -> T:
+        self._check()
         return await self._carried_out(steps)
 
     async def _leave(self, steps: Steps[None]) -> None:
@@ -253,7 +266,7 @@ class AsyncKVClient:
                 return await getattr(self._stub, method)(messages(), timeout=timeout_s)
 
     def _link_of(self, attached: Attached) -> AsyncLink:
-        link = self._link
+        link = self._open.link
         if link is None or attached is not self._attached:
             raise attached.error or self._life.ended()
         return link
@@ -263,7 +276,7 @@ class AsyncKVClient:
             self._life.check()
             if time.monotonic() < self._unmapped_until:
                 return None
-            if self._link is not None and self._link.alive:
+            if self._open.link is not None and self._open.link.alive:
                 return self._attached
             before = self._attached
             link = AsyncLink(self._stub, self.place, self._hello, before.arena if before else None)
@@ -274,5 +287,5 @@ class AsyncKVClient:
                 return None
             if before is not None and before.session.epoch != opened.session.epoch:
                 before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))
-            self._link, self._attached = link, opened
+            self._open.link, self._attached = link, opened
             return opened

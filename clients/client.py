@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
@@ -21,6 +22,7 @@ from kvstore.clients import calls, reading, requests, writing
 from kvstore.clients.blocks import Tokens, require_tails
 from kvstore.clients.blocksession import BlockSession
 from kvstore.clients.channel import CALL_TIMEOUT_S, MAP_AGAIN_S, OPTIONS, error_of, target
+from kvstore.clients.connections import Connections
 from kvstore.clients.gpus import Gpus
 from kvstore.clients.handles import Attached, LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
@@ -52,7 +54,7 @@ class KVClient:
     guarantee_bytes   host memory that other sessions cannot take from this one;  limit_bytes  the most it may hold, 0 for no limit
     gpus              GPUs whose memory `get` and `put` are to use too, by their numbers in this process;  driver  None finds CUDA's
     It attaches on the first `get` or `put`, and again by itself after the daemon was restarted: leases held then raise StaleEpoch
-    (or SessionEnded), new calls work. All errors are kvstore.errors.
+    (or SessionEnded), new calls work. All errors are kvstore.errors. One that is dropped without `close` is closed a moment later.
     In a child of `fork` each call raises InvalidArgument, and closing does nothing to the parent's: make a client there. Memory that
     `get` and `put` handed out is not mapped in the child, so that touching it there ends the child (SIGSEGV).
     """
@@ -75,10 +77,11 @@ class KVClient:
         self._quick = QuickLookups(self.place)
         self._hello = requests.hello(name, guarantee_bytes, limit_bytes, self._gpus.terms())
         self._attaching = threading.Lock()
-        self._link: Link | None = None
         self._attached: Attached | None = None
         self._unmapped_until = 0.0  # blocks go over gRPC till then
         self._life = Life()
+        self._open = Connections(self._channel, self._quick, self._gpus, self._life)
+        weakref.finalize(self, self._open.dropped).atexit = False  # at the process's end the daemon sees for itself
 
     # ---- namespaces
 
@@ -217,12 +220,8 @@ class KVClient:
         if self._life.forked:
             return  # session and connections are the parent's, which goes on
         with self._attaching:
-            link, self._link, self._life.closed = self._link, None, True
-        if link is not None:
-            link.close()
-        self._gpus.close()
-        self._quick.close()
-        self._channel.close()
+            self._life.closed = True
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self
@@ -298,7 +297,7 @@ class KVClient:
         return error_of(error, self.place) if isinstance(error, grpc.RpcError) else error
 
     def _link_of(self, attached: Attached) -> Link:
-        link = self._link
+        link = self._open.link
         if link is None or attached is not self._attached:
             raise attached.error or self._life.ended()
         return link
@@ -308,7 +307,7 @@ class KVClient:
             self._life.check()
             if time.monotonic() < self._unmapped_until:
                 return None
-            if self._link is not None and self._link.alive:
+            if self._open.link is not None and self._open.link.alive:
                 return self._attached
             before = self._attached
             link = Link(self._stub, self.place, self._hello, before.arena if before else None)
@@ -319,5 +318,5 @@ class KVClient:
                 return None
             if before is not None and before.session.epoch != opened.session.epoch:
                 before.over(errors.StaleEpoch("the daemon was restarted; its earlier leases are gone, make new ones"))
-            self._link, self._attached = link, opened
+            self._open.link, self._attached = link, opened
             return opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from kvstore.clients.aio import AsyncKVClient
 from kvstore.clients.client import KVClient
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import GEOMETRY, IDENTITY, chain
+from tests.cases.figures import eventually
 
 FORKS = """
 import os, sys
 from kvstore import errors
 from kvstore.clients.client import KVClient
 from tests.blocks import GEOMETRY, IDENTITY, chain
+from tests.cases.figures import eventually
 
 def in_child(work):
     child = os.fork()
@@ -68,7 +71,7 @@ with KVClient(address) as client:
             unfinished.blocks[0].write(b"x" * GEOMETRY.block_bytes)
         assert lease.views[0][0] == 7
     assert client.lookup(namespace, chain(2, 1)).blocks == 1
-    assert [(each.leases, each.reserved_slots) for each in client.stats().sessions] == [(0, 0)]
+    assert eventually(lambda: [(each.leases, each.reserved_slots) for each in client.stats().sessions] == [(0, 0)])
 
 """
 FORKS_ON_A_LOOP = """
@@ -176,3 +179,56 @@ async def _closed_amid_tasks(address: str) -> None:
             await asyncio.wait_for(task, 30)
     with pytest.raises(errors.SessionEnded, match="closed"):
         await anext(aiter(client.watch()))
+
+
+def test_clients_that_are_dropped_end_their_sessions(shared: DaemonProcess) -> None:
+    with KVClient(shared.address) as watcher:
+        threads = threading.active_count()
+        for seed in range(5):
+            client = KVClient(shared.address, name="dropped")
+            namespace = client.open_namespace(IDENTITY, GEOMETRY)
+            with client.get(namespace, chain(seed, 1)):
+                gc.collect()
+                assert sessions(watcher, "dropped"), "a client in use is not dropped"
+            del client
+        gc.collect()
+        assert eventually(lambda: not sessions(watcher, "dropped"))
+        assert eventually(lambda: threading.active_count() <= threads)
+
+
+def sessions(client: KVClient, name: str) -> int:
+    return sum(each.client == name for each in client.stats().sessions)
+
+
+def test_clients_that_are_dropped_on_a_loop_end_their_sessions(shared: DaemonProcess) -> None:
+    async def drop() -> None:
+        client = AsyncKVClient(shared.address, name="dropped")
+        namespace = await client.open_namespace(IDENTITY, GEOMETRY)
+        async with client.get(namespace, chain(1, 1)):
+            pass
+
+    async def run() -> None:
+        for _ in range(3):
+            await drop()
+        gc.collect()
+        assert await asyncio.to_thread(eventually, lambda: not sessions(watcher, "dropped"))
+
+    with KVClient(shared.address) as watcher:
+        asyncio.run(run())
+
+
+def test_a_client_belongs_to_one_loop(shared: DaemonProcess) -> None:
+    with pytest.raises(errors.InvalidArgument, match="no event loop"):
+        AsyncKVClient(shared.address)
+
+    async def make() -> AsyncKVClient:
+        client = AsyncKVClient(shared.address)
+        await client.stats()
+        return client
+
+    async def use(client: AsyncKVClient) -> None:
+        for call in (client.stats, client.close, lambda: anext(aiter(client.watch()))):
+            with pytest.raises(errors.InvalidArgument, match="another event loop"):
+                await call()
+
+    asyncio.run(use(asyncio.run(make())))
