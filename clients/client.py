@@ -69,7 +69,10 @@ class KVClient:
         gpus: Sequence[int] = (),
         driver: CudaDriver | None = None,
     ) -> None:
-        """Raises ConfigError where there is no driver for `gpus`, or no such GPU, or the file of settings is wrong."""
+        """Raises ConfigError where there is no driver for `gpus`, or no such GPU, or the file of settings is wrong.
+
+        InvalidArgument for a name that is no text, or bytes that are no whole number from 0 on.
+        """
         self._gpus = Gpus(gpus, driver)
         self.place = target(address)
         self._channel = grpc.insecure_channel(self.place, OPTIONS)
@@ -122,7 +125,7 @@ class KVClient:
 
         Fewer blocks than asked, down to none, where some are missing, could not be read, or did not come within `timeout_s`.
         pool   one of the client's `gpus`: first the blocks in that GPU's memory (`device_views`), then what follows from host memory
-        Raises InvalidArgument and ConfigError where there is no such pool.
+        Raises InvalidArgument for a timeout outside 0 to 3600 seconds; it or ConfigError where there is no such pool.
         """
         wanted, begun = requests.prompt_or_hashes(namespace, hashes, tokens, identity), list[Lease]()
         try:

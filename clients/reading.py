@@ -43,6 +43,7 @@ def get(namespace: Namespace, hashes: bytes, timeout_s: float, gpu: int | None, 
     gpu     whose pool comes first, by its number in this process
     begun   gets the lease too, before anything can be interrupted: the caller closes what is in it, whatever was raised
     """
+    requests.checked_timeout(timeout_s)
 
     def attempt() -> Steps[Lease]:
         attached: Attached | None = yield Attach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvstore import hashing
 from kvstore.clients.blocks import Prompt, Tokens
 from kvstore.clients.handles import Namespace
 from kvstore.clients.pools import PoolTerms
+from kvstore.config import MAX_BYTES
 from kvstore.errors import InvalidArgument, LimitExceeded
 from kvstore.geometry import Geometry
 from kvstore.hashing import HASH_BYTES, Identity
@@ -21,6 +23,8 @@ from kvstore.proto import kvstore_pb2 as pb
 
 MAX_BLOCKS_PER_CALL = 8192  # the daemon's bound: a 131,072-token prompt in blocks of 16
 MAX_TOKENS_PER_CALL = 524_288  # token ids: the daemon's bound, half of the largest message
+MAX_TIMEOUT_S = 3600.0  # seconds: the daemon's bound
+MAX_WINDOW_TOKENS = 2**31  # tokens: far more than any model attends to
 MODEL_FACTS = ("model", "revision", "tokenizer", "position", "dtype")  # an identity without adapter and salt
 
 Words = NDArray[np.uint32]
@@ -40,8 +44,12 @@ KEEP_ALL = Keep()
 def open_namespace(
     identity: Identity, geometry: Geometry, shard: str, kv_group: str, keep: Keep, tails: bool = False
 ) -> pb.OpenNamespaceRequest:
-    """The request that names a namespace by all its facts. `tails`: have it keep token ids."""
+    """The request that names a namespace by all its facts. `tails`: have it keep token ids. Raises InvalidArgument."""
     fields = identity.fields()
+    checked_text("shard", shard)
+    checked_text("kv_group", kv_group)
+    checked_text("keep's kind", keep.kind)
+    checked_count("keep's window_tokens", keep.window_tokens, MAX_WINDOW_TOKENS)
     return pb.OpenNamespaceRequest(
         facts={name: fields[name] for name in MODEL_FACTS},
         geometry=geometry_message(geometry),
@@ -86,8 +94,36 @@ def checked_parent(parent: bytes) -> None:
         raise InvalidArgument(f"the parent has {len(parent)} bytes; give the {HASH_BYTES} bytes of a hash")
 
 
+def checked_text(what: str, value: object) -> None:
+    """Raises InvalidArgument where this is no text that can be sent."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{what} is {reprlib.repr(value)}; give a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{what} has half of a surrogate pair at {error.start}; give text that UTF-8 can write") from None
+
+
+def checked_count(what: str, value: object, most: int) -> None:
+    """Raises InvalidArgument unless this is a whole number from 0 to `most`."""
+    if not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
+        raise InvalidArgument(f"{what} is {reprlib.repr(value)}; give a whole number from 0 to {most}")
+
+
+def checked_timeout(timeout_s: object) -> None:
+    """Raises InvalidArgument unless a request may wait so long: what is not a number compares as false."""
+    if not isinstance(timeout_s, (int, float, np.integer, np.floating)) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidArgument(f"timeout_s is {reprlib.repr(timeout_s)}; give 0 to {MAX_TIMEOUT_S:g} seconds")
+
+
 def hello(name: str, guarantee_bytes: int, limit_bytes: int, pools: Sequence[PoolTerms] = ()) -> pb.Hello:
-    """The first message of a session. Without a name the process's host and id. `pools`: what to map of GPUs' memory."""
+    """The first message of a session. Without a name the process's host and id. `pools`: what to map of GPUs' memory.
+
+    Raises InvalidArgument for what cannot be sent.
+    """
+    checked_text("name", name)
+    checked_count("guarantee_bytes", guarantee_bytes, MAX_BYTES)
+    checked_count("limit_bytes", limit_bytes, MAX_BYTES)
     client = name or f"{socket.gethostname()}/{os.getpid()}"
     terms = [each.message() for each in pools]
     return pb.Hello(client=client, guarantee_bytes=guarantee_bytes, limit_bytes=limit_bytes, maps_arena=True, pools=terms)

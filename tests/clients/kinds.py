@@ -15,6 +15,7 @@ from kvstore.clients import aio, aio_link, client, link
 from kvstore.clients.handles import LookupResult, Namespace, Watched
 from kvstore.clients.lease import Lease
 from kvstore.clients.put import Put
+from kvstore.clients.requests import KEEP_ALL, Keep
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 from kvstore.proto import kvstore_pb2 as pb
@@ -26,7 +27,9 @@ KINDS = ("threads", "loop", "bytes")
 class Client(Protocol):
     """The calls that all kinds have."""
 
-    def open_namespace(self, identity: Identity, geometry: Geometry, shard: str = "", kv_group: str = "") -> Namespace: ...
+    def open_namespace(
+        self, identity: Identity, geometry: Geometry, shard: str = "", kv_group: str = "", keep: Keep = KEEP_ALL
+    ) -> Namespace: ...
     def lookup(self, namespace: Namespace, hashes: bytes | None = None, **more: Any) -> LookupResult: ...
     def get(self, namespace: Namespace, hashes: bytes | None = None, **more: Any) -> AbstractContextManager[Lease]: ...
     def put(self, namespace: Namespace, hashes: bytes, parent: bytes | None = None) -> AbstractContextManager[Put]: ...

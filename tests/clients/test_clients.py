@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvstore import errors
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
+from kvstore.clients.requests import Keep
 from kvstore.hashing import Identity
 from kvstore.testing.daemon import DaemonProcess
 from tests.blocks import BLOCK_TOKENS, GEOMETRY, IDENTITY, chain, each_hash, pattern, right, tokens_of
@@ -254,6 +256,35 @@ def test_malformed_hashes_are_the_callers_error(client: Client, namespace: Names
         pass
     with pytest.raises(errors.InvalidArgument), client.put(namespace, hashes):
         pass
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 1e12, -1, "soon"])
+def test_a_time_that_nobody_can_wait_is_the_callers_error(client: Client, namespace: Namespace, timeout_s: float) -> None:
+    with pytest.raises(errors.InvalidArgument, match="give 0 to 3600 seconds"), client.get(namespace, b"", timeout_s=timeout_s):
+        pass
+
+
+@pytest.mark.parametrize("keep", [Keep("window", -5), Keep("window", 2**40), Keep("\ud800")])
+def test_what_a_namespace_cannot_keep_is_the_callers_error(client: Client, keep: Keep) -> None:
+    with pytest.raises(errors.InvalidArgument, match="keep's"):
+        client.open_namespace(IDENTITY, GEOMETRY, keep=keep)
+    with pytest.raises(errors.InvalidArgument, match="shard has half of a surrogate pair"):
+        client.open_namespace(IDENTITY, GEOMETRY, "\udfff")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"guarantee_bytes": -1}, "guarantee_bytes is -1; give"),
+        ({"limit_bytes": 2**70}, "limit_bytes is"),
+        ({"limit_bytes": 0.5}, "whole number"),
+        ({"name": "\ud800"}, "name has half"),
+        ({"name": 3}, "name is 3"),
+    ],
+)
+def test_a_session_that_cannot_be_asked_for_is_the_callers_error(given: dict[str, Any], says: str, shared: DaemonProcess) -> None:
+    with pytest.raises(errors.InvalidArgument, match=says):
+        KVClient(shared.address, **given)
 
 
 def test_more_blocks_than_a_call_takes_are_refused_with_the_limit(client: Client, namespace: Namespace) -> None:
