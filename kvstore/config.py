@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
+from kvstore.service_links import service_links
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30  # bytes
 ENV_PREFIX = "KVSTORE_"
 API_KEY = "KVSTORE_API_KEY"  # the variable with the key that a worker asks of its clients, and that `kvstore chat` sends
 # Variables of this prefix that are no settings: which file to read; off: without the compiled library; a worker's key.
 NOT_SETTINGS = ("KVSTORE_CONFIG", "KVSTORE_NATIVE", API_KEY)
-# What Kubernetes tells every pod beside a Service of the name `kvstore`, always KVSTORE_SERVICE_HOST among them.
-SERVICE_LINK = re.compile(r"KVSTORE_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 EXTENT_STEP_BYTES = 4 * KIB  # bytes: slots begin and end on 4 KiB
 MAX_BYTES = 2**62  # bytes: far above any machine, far below what 64 bits hold
 MAX_SOCKET_PATH_BYTES = 107  # what the kernel's sockaddr_un takes, without its closing zero
@@ -275,11 +274,11 @@ def _flattened(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, obje
 def _from_env(env: Mapping[str, str]) -> dict[str, tuple[str, object]]:
     names = {f"{ENV_PREFIX}{name.replace('.', '_').upper()}": name for name in _table()}
     found: dict[str, tuple[str, object]] = {}
-    in_cluster = "KVSTORE_SERVICE_HOST" in env
+    passed_over = service_links(env) | set(NOT_SETTINGS)
     for key, value in env.items():
         if key in names:
             found[names[key]] = (f"environment {key}", value)
-        elif key.startswith(ENV_PREFIX) and key not in NOT_SETTINGS and not (in_cluster and SERVICE_LINK.fullmatch(key)):
+        elif key.startswith(ENV_PREFIX) and key not in passed_over:
             raise ConfigError(f"environment {key}: no such setting{_nearest(key, names)}")
     return found
 

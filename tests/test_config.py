@@ -81,6 +81,10 @@ def test_what_kubernetes_says_of_a_service_called_kvstore_is_no_setting() -> Non
     assert load(env=SERVICE_LINKS | {"KVSTORE_DRAM_BYTES": "4GiB"}).dram.bytes == 4 * GIB
     with pytest.raises(ConfigError, match="KVSTORE_DRAM_BYTE: no such setting"):
         load(env=SERVICE_LINKS | {"KVSTORE_DRAM_BYTE": "4GiB"})
+    other = {name.replace("KVSTORE_", "KVSTORE_METRICS_"): value for name, value in SERVICE_LINKS.items()}
+    assert load(env=other).dram.bytes == load(env={}).dram.bytes
+    with pytest.raises(ConfigError, match="KVSTORE_PORT: no such setting"):
+        load(env=other | {"KVSTORE_PORT": "9464"})
     for name in ("KVSTORE_PORT", "KVSTORE_SERVICE_PORT"):  # alone it is somebody's mistake
         with pytest.raises(ConfigError, match=f"{name}: no such setting"):
             load(env={name: "9464"})

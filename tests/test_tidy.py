@@ -20,7 +20,19 @@ MAX_FILE_LINES = 350  # lines: what one reads in a sitting
 MAX_MAP_LINES = 200  # lines: ARCHITECTURE.md is read once, in whole
 
 # Who may import whom: a package, and the packages or modules that may. These are for all, and import only each other:
-FOUNDATION = ("errors", "hashing", "geometry", "capacity", "config", "proto", "dtypes", "model_config", "checksum", "digests")
+FOUNDATION = (
+    "errors",
+    "hashing",
+    "geometry",
+    "capacity",
+    "config",
+    "proto",
+    "dtypes",
+    "model_config",
+    "checksum",
+    "digests",
+    "service_links",
+)
 MAY_BE_IMPORTED_BY = {
     "cache": ("daemon", "replay", "bench", "testing", "worker.standalone"),
     "tiers": ("daemon", "bench", "testing", "cli.fsck", "worker.gpu", "clients.vllm_device"),  # these pin their maps of the arena
