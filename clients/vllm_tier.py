@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvstore import errors
 from kvstore.clients.client import KVClient
 from kvstore.clients.handles import Namespace
+from kvstore.clients.patience import Warnings
 from kvstore.clients.vllm_presence import Presence
 from kvstore.clients.vllm_tier_events import TierEvents
 from kvstore.clients.vllm_tier_facts import facts_of
@@ -85,6 +86,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._live: set[str] = set()  # requests that have not ended
         self._stale: set[str] = set()  # those of them that began before a reset: their chunks may be of weights that are gone
         self._away_until = 0.0
+        self._warnings = Warnings(log)
 
     # ---- vLLM's calls
 
@@ -184,9 +186,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 done, there = copy(self._open(), keys, names, job.chunk_ids.tolist(), parents)
         except errors.Unavailable as error:
             self._away_until = time.monotonic() + AWAY_S
-            log.warning("chunks are neither stored nor loaded for now: %s", error)
+            self._warnings.say("chunks are neither stored nor loaded for now", error)
         except Exception as error:  # noqa: BLE001 — a thread's edge: whatever fails here, vLLM must hear that the job has ended
-            log.warning("copying %d chunks failed: %s", len(job.keys), error)
+            self._warnings.say("copying chunks failed", error)
         result = JobResult(
             job_id=job.job_id,
             success=len(done) == len(job.keys),
