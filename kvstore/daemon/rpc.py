@@ -103,6 +103,8 @@ class Edge:
                 code, text = status_of(error)
             except asyncio.CancelledError:
                 raise
+            except grpc.aio.InternalError as error:  # the caller has gone, which grpc has not noticed yet: nobody waits for the rest
+                raise asyncio.CancelledError from error
             except Exception as error:  # an RPC's edge: a fault of ours must fail this call, not the daemon
                 log.exception("%s: unexpected", method)
                 code, text = status_of(errors.InternalFault(f"{error!r}; please report it"))
@@ -110,7 +112,7 @@ class Edge:
                 self._meter.call_ended(method, code.name, time.monotonic() - started_at)
             try:
                 return await context.abort(code, text)
-            except grpc.aio.InternalError as error:  # the caller has gone, which grpc has not noticed yet: nobody is to be told
+            except grpc.aio.InternalError as error:  # likewise
                 raise asyncio.CancelledError from error
 
         return call

@@ -216,9 +216,10 @@ class Left(Context):
         raise grpc.aio.InternalError("the batch failed")
 
 
-def test_an_error_for_a_caller_who_has_gone_is_told_nobody() -> None:
+@pytest.mark.parametrize(("raised", "code"), [(errors.NotFound("no such"), "NOT_FOUND"), (grpc.aio.InternalError("a batch"), "CANCELLED")])
+def test_a_caller_who_has_gone_is_told_nothing_and_is_no_fault(raised: Exception, code: str, caplog: pytest.LogCaptureFixture) -> None:
     async def act(_request: object, _context: object) -> None:
-        raise errors.NotFound("no such")
+        raise raised
 
     async def call() -> None:
         handler = grpc.unary_stream_rpc_method_handler(act, pb.WatchRequest.FromString, pb.WatchEvent.SerializeToString)
@@ -228,7 +229,7 @@ def test_an_error_for_a_caller_who_has_gone_is_told_nobody() -> None:
 
     meter = Meter()
     asyncio.run(call())
-    assert meter.codes == ["NOT_FOUND"]
+    assert (meter.codes, caplog.messages) == ([code], [])
 
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.KVStoreError)]
