@@ -165,7 +165,7 @@ class AsyncLink:
 
     def _map(self, welcome: pb.Welcome) -> None:
         try:
-            arena, lock = map_arena(welcome, self._previous)
+            (arena, lock), self._previous = map_arena(welcome, self._previous), None
         except errors.KVStoreError as error:
             self._resolve(Unmapped(error))
             self._end(error)

@@ -2,7 +2,8 @@
 
 Any thread may call; only `acquire` and `reserve` wait. When the daemon goes away, slots in hand stay valid (their memory is kept for as
 long as the old session's lock is held, which is until the last of them is given back); calls that need it raise Unavailable, and a new
-session is made as soon as it is back (`kept.py`). A daemon that stands still is waited for once.
+session is made as soon as it is back (`kept.py`); where the daemon has an arena of another size by then, once nothing of the old one is in
+hand, and `arena` is the new one from then on. A daemon that stands still is waited for once.
 
 Operations with `pool=` are about slots in a GPU's memory, one of `pools`; the same session, and the same rules. A pool is of one run of
 the daemon: after a restart calls with it raise Unavailable, `pools` has another, and that is to be mapped (`map_pool`).
@@ -294,6 +295,16 @@ class BlockSession:
             raise errors.Unavailable("the daemon was restarted, and its GPU memory is another by now; take it from `pools` and map it")
         return live
 
+    def _require_empty_hands(self, before: Attached) -> None:
+        """Slots are known by where they lie: while some of another arena are in hand, those of a new one could be taken for them.
+
+        A session with pools stays with its arena, which is pinned for the GPU's copies. Raises Unavailable.
+        """
+        with self._idle:
+            if before.held or self._reserved or self._leases or self._pending or self._hello.pools:
+                what = "open its blocks again" if self._hello.pools else "it is used once nothing of the last one is in hand"
+                raise errors.Unavailable(f"the daemon has an arena of another size now; {what}")
+
     def _connect(self, before: Attached | None) -> Live:
         link = Link(self._stub, self._place, self._hello, before.arena if before else None)
         try:
@@ -301,7 +312,7 @@ class BlockSession:
             if isinstance(opened, Unmapped):
                 raise errors.Unavailable(f"blocks need the arena in this process: {opened.error}")
             if before is not None and opened.arena is not before.arena:
-                raise errors.Unavailable("the daemon has another arena now; open its blocks again")
+                self._require_empty_hands(before)
             reply = self._stub.OpenNamespace(self._request, timeout=CALL_TIMEOUT_S)
             if reply.epoch != opened.session.epoch:
                 raise errors.Unavailable("the daemon was restarted between two calls; try again")

@@ -87,7 +87,7 @@ class Kept:
         try:
             live = self._connect(self.live.attached)
         except Exception as error:  # noqa: BLE001 — a thread's edge: those who wait must hear of it
-            fault = error
+            fault = error.with_traceback(None)  # which would keep what was mapped on the way
         with self._guard:
             self._attempt, self._retry_at = None, time.monotonic() + RETRY_S
             dropped = live if self._closed else None

@@ -278,7 +278,7 @@ class Link:
 
     def _map(self, welcome: pb.Welcome) -> None:
         try:
-            arena, lock = map_arena(welcome, self._previous)
+            (arena, lock), self._previous = map_arena(welcome, self._previous), None  # which is another daemon's by now, mostly
         except errors.KVStoreError as error:
             with contextlib.suppress(InvalidStateError):  # closed meanwhile
                 self._opened.set_result(Unmapped(error))

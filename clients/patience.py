@@ -21,12 +21,14 @@ class Warnings:
         self._log = log
         self._said_at: dict[tuple[str, type[Exception]], float] = {}
 
-    def say(self, what: str, error: Exception) -> None:
-        """Log "what: error", unless something of this error's class went wrong with the same a moment ago."""
+    def say(self, what: str, error: Exception) -> bool:
+        """Log "what: error", unless something of this error's class went wrong with the same a moment ago; whether it was logged."""
         now = time.monotonic()
-        if now - self._said_at.get((what, type(error)), -SAID_S) >= SAID_S:
-            self._said_at[what, type(error)] = now
-            self._log.warning("%s: %s: %s", what, type(error).__name__, error)
+        if now - self._said_at.get((what, type(error)), -SAID_S) < SAID_S:
+            return False
+        self._said_at[what, type(error)] = now
+        self._log.warning("%s: %s: %s", what, type(error).__name__, error)
+        return True
 
 
 class Patience:

@@ -22,6 +22,7 @@ from kvstore.clients.vllm_settings import Settings
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity, block_hashes
 from kvstore.testing.daemon import DaemonProcess
+from tests.cases.figures import all_on_disk
 
 HERE = Path(__file__).resolve().parent.parent
 COMPOSE = HERE / "docker-compose.yml"
@@ -193,6 +194,7 @@ def exported(daemon: DaemonProcess) -> dict[str, set[str]]:
         with client.put(space, hashes) as put:
             for block in put.blocks:
                 block.write(bytes(space.geometry.block_bytes))
+        assert all_on_disk(client, len(hashes) // 32), "what was moved is counted once some was"
         with client.get(space, hashes + bytes(32)):
             text = urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=5).read().decode()
     found: dict[str, set[str]] = {}

@@ -81,7 +81,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(settings: Settings, say: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     ends = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
         ends.append(signal.SIGHUP)
     for number in ends:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

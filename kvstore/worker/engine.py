@@ -68,8 +68,9 @@ class Engine:
         self._loaded = loaded
         self._cache = PagedCache(store, native=self.options.native, gpu=self.options.gpu)
         self._costs = Costs(store.geometry.block_tokens)
-        self._room = Room(len(store.arena) // store.geometry.slot_bytes)
-        self._streams = Streams(loaded, self._cache, self._room.capacity_blocks)
+        self._store = store
+        self._room = Room(self._arena_blocks())
+        self._streams = Streams(loaded, self._cache, self._room)
         self._admission = Admission(self._cache, self.options.rules, self._costs, self._room, self._streams)
         self._stood_s = 0.0
         self._lives = Lives(self._admission, loaded.eos)
@@ -99,6 +100,7 @@ class Engine:
     def step(self) -> bool:
         """One forward pass, where anything is ready for one; whether there is anything left to do."""
         now = time.monotonic()
+        self._room.resize(self._arena_blocks())
         self._room.look(self._cache.held_blocks, now)
         for branch in self._admission.look(self._lives.running, now):
             self._lives.running.append(branch)
@@ -235,6 +237,10 @@ class Engine:
                     self._lives.preempt(branch)
         if self._admission.waiting:
             time.sleep(BACKOFF_S / 4)
+
+    def _arena_blocks(self) -> int:
+        """How many blocks the store's arena has room for, as it is now."""
+        return len(self._store.arena) // self._store.geometry.slot_bytes
 
     def _make_room(self, needy: Branch, error: KVStoreError, now: float) -> None:
         """Give something back so that a sequence may have slots: what waiting requests hold; then the last in rank gives way."""

@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
+from kvstore.clients.patience import Warnings
 from kvstore.errors import InternalFault, KVStoreError
 from kvstore.worker.admission import Admission
 from kvstore.worker.beams import BeamSearch
@@ -27,6 +28,8 @@ class Lives:
         self.running: list[Branch] = []
         self.counters: Counter[str] = Counter()
         self._admission, self._eos = admission, eos
+        self._warnings = Warnings(log)
+        self._without_store = False  # as was logged last
 
     def cancel(self, job: Job, branch: int | None = None) -> None:
         """End one branch, or all; of beams always all. No error where it has ended."""
@@ -156,9 +159,15 @@ class Lives:
 
     def note_fault(self, branch: Branch) -> None:
         """Keep what kept a branch from using the store, before its sequence is gone."""
-        if branch.sequence is not None and branch.sequence.fault is not None and not branch.completion.store_fault:
+        if branch.sequence is None:
+            return
+        if branch.sequence.fault is not None and not branch.completion.store_fault:
             branch.completion.store_fault = str(branch.sequence.fault)
             self.counters["store_faults_total"] += 1
+            self._without_store |= self._warnings.say("a request goes on without the store", branch.sequence.fault)
+        elif self._without_store and not branch.completion.store_fault:
+            log.info("the store is used again")
+            self._without_store = False
 
     def tell(self, branch: Branch, event: Event) -> None:
         """Call a request's listener; one that raises loses its request."""

@@ -62,9 +62,14 @@ class Pool:
         Raises EnvironmentFault where the store cannot be reached, ResourceExhausted where it has no more to give; then none is taken.
         """
         if count > len(self._ahead) and (error := self._collect(wait=True)) is not None:
+            self._drop_ahead()
             raise error  # asking again would wait as long again
         if count > len(self._ahead):
-            self._ahead.extend(self._reserve(count - len(self._ahead) + AHEAD_BLOCKS))
+            try:
+                self._ahead.extend(self._reserve(count - len(self._ahead) + AHEAD_BLOCKS))
+            except EnvironmentFault:
+                self._drop_ahead()
+                raise
         if count > len(self._ahead):
             raise ResourceExhausted(
                 f"the store has {len(self._ahead)} of {count} slots that a sequence needs; "
@@ -96,6 +101,10 @@ class Pool:
     def give_back(self) -> bool:
         """Give back what is in hand, for somebody who needs it more; whether there was any."""
         self._collect(wait=True)
+        return self._drop_ahead()
+
+    def _drop_ahead(self) -> bool:
+        """Of a store that is away too: it may come back with other memory, which is taken once nothing of the old is in hand."""
         held, self._ahead = list(self._ahead), deque()
         if held:
             self._store.abandon(slots_of(held))

@@ -121,6 +121,11 @@ class Room:
         self._ceiling_blocks = float(capacity_blocks)
         self._refused_at = 0.0
 
+    def resize(self, capacity_blocks: int) -> None:
+        """The store may have come back with more or less memory."""
+        if capacity_blocks != self.capacity_blocks:
+            self.capacity_blocks, self._ceiling_blocks = capacity_blocks, float(capacity_blocks)
+
     @property
     def blocks(self) -> int:
         """The most to hold now."""

@@ -10,6 +10,7 @@ from kvstore.worker.model import LoadedModel
 from kvstore.worker.paged import PagedCache
 from kvstore.worker.requests import Request
 from kvstore.worker.rotation import Rotation
+from kvstore.worker.scheduler import Room
 from kvstore.worker.streaming import StreamSequence, StreamShape
 
 STREAMS_PART = 0.75  # of all blocks: streams cannot be stopped, so the rest is what others can always get
@@ -21,11 +22,14 @@ def store_tokens(window: int, block_tokens: int) -> int:
 
 
 class Streams:
-    """Streams over one cache, whose store has `capacity_blocks`."""
+    """Streams over one cache, in the room that its worker has."""
 
-    def __init__(self, loaded: LoadedModel, cache: PagedCache, capacity_blocks: int) -> None:
-        self._loaded, self._cache = loaded, cache
-        self._most_blocks = int(capacity_blocks * STREAMS_PART)
+    def __init__(self, loaded: LoadedModel, cache: PagedCache, room: Room) -> None:
+        self._loaded, self._cache, self._room = loaded, cache, room
+
+    @property
+    def _most_blocks(self) -> int:
+        return int(self._room.capacity_blocks * STREAMS_PART)
 
     @cached_property
     def _rotation(self) -> Rotation:

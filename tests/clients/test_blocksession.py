@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -202,6 +203,49 @@ def test_after_a_restart_old_slots_are_kept_until_given_back(blocks: BlockStore,
     assert held(daemon) == (len(new) + 5) * GEOMETRY.slot_bytes, "until the last of the old session's slots is given back"
     blocks.abandon(private)
     wait_until_held(daemon, len(new))
+
+
+@pytest.mark.parametrize("dram", ["32MiB", "96MiB"])
+def test_a_daemon_that_comes_back_with_other_memory_is_used_once_hands_are_empty(
+    blocks: BlockStore, daemon: DaemonProcess, dram: str
+) -> None:
+    hashes, private = chain(7, 2), chain(8, 1)
+    store(blocks, 1, hashes)
+    assert blocks.flush(10)
+    in_hand = blocks.reserve(1)
+    fill(blocks, in_hand, private)
+    old = blocks.arena
+    daemon.flags[daemon.flags.index("--dram") + 1] = dram
+    daemon.restart(kill=False)
+    for _ in range(3):
+        with pytest.raises(errors.Unavailable):
+            blocks.reserve(1)
+        time.sleep(0.6)
+    assert blocks.arena is old
+    assert holds(blocks, in_hand, private), "what is in hand stays what it is"
+    blocks.commit(2, in_hand, private, root())
+    blocks.abandon(in_hand)
+    blocks.release(1)
+    blocks.release(2)
+    assert eventually(lambda: found_again(blocks, hashes))
+    assert len(blocks.arena) != len(old)
+    assert len(blocks.acquire(9, private, 1.0)) == 0, "what was filled in the old memory is not published in the new"
+    del old
+    gc.collect()
+    assert not deleted_arenas(daemon), "the old one is let go, and those that were refused"
+
+
+def found_again(blocks: BlockStore, hashes: bytes) -> bool:
+    try:
+        return holds(blocks, blocks.acquire(3, hashes, 2.0), hashes)
+    except errors.Unavailable:
+        return False
+
+
+def deleted_arenas(daemon: DaemonProcess) -> list[str]:
+    """This process's maps of a daemon's arenas whose files are gone."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        return [line for line in maps if str(daemon.shared) in line and "(deleted)" in line]
 
 
 def test_more_blocks_than_a_call_takes_are_committed_all_the_same(daemon: DaemonProcess) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,38 @@ def test_a_worker_uses_the_daemon_that_came_back(tiny: LoadedModel, where: Place
     assert (done.hit_tokens, done.store_fault) == (96, "")
     engine.close()
     store.close()
+
+
+@pytest.mark.parametrize("dram", ["40MiB", "90MiB"])
+def test_a_worker_uses_a_daemon_that_came_back_with_other_memory(
+    tiny: LoadedModel, tmp_path: Path, dram: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    tokens = prompt(100)
+    with DaemonProcess(tmp_path, dram="64MiB") as daemon, KVClient(daemon.address) as client:
+        store = client.open_blocks(tiny.identity, tiny.geometry(BLOCK_TOKENS))
+        engine = Engine(tiny, store)
+        engine.generate([Request(tokens, 1)])
+        assert store.flush(10)
+        before = engine.figures()["room_blocks"]
+        daemon.stop()
+        assert engine.generate([Request(tokens, 1)])[0].store_fault
+        daemon.flags[daemon.flags.index("--dram") + 1] = dram
+        daemon.start()
+        for _ in range(REACH_TRIES):
+            done = engine.generate([Request(tokens, 20)])[0]
+            assert done.tokens == generate_plain(tiny, tokens, 20).tokens
+            if done.hit_tokens == 96:
+                break
+            time.sleep(REACH_PAUSE_S)
+        assert (done.hit_tokens, done.store_fault) == (96, "")
+        engine.generate([Request(tokens, 1)])
+        assert (engine.figures()["room_blocks"] > before) == (dram == "90MiB")
+        engine.close()
+        store.close()
+    said = [each for each in caplog.messages if "store" in each]
+    assert any("goes on without the store" in each for each in said)
+    assert said[-1] == "the store is used again"
 
 
 def test_bytes_of_a_hit_from_disk_are_those_that_were_stored(tiny: LoadedModel, where: Places, daemon: Daemon) -> None:
