@@ -224,7 +224,7 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     """host:port (or [v6]:port) as its two parts. Raises ConfigError that begins with `name`."""
     host, _, port = address.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{name}: {address!r} is no address; write host:port, as in 127.0.0.1:9464")
+        raise ConfigError(f"{name}: {address!r} is no address; write host:port, as in 127.0.0.1:{8000 if name == 'http' else 9464}")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -300,7 +300,7 @@ def _known(name: str, source: str) -> str:
 
 
 def _nearest(name: str, names: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
+    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]}?" if near else "; see kvstore serve --help"
 
 

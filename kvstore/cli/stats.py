@@ -42,11 +42,12 @@ def _numbers(value: Any) -> Any:
 
 def _table(facts: dict[str, Any]) -> list[str]:
     lines = [f"kvstore {facts['version']}, up {facts['uptime_s']:.0f} s, epoch {facts['epoch']}", ""]
-    lines.append(f"{'tier':<8}{'capacity':>12}{'blocks':>10}{'held':>12}  health")
+    lines.append(f"{'tier':<8}{'capacity':>12}{'blocks':>10}{'stored':>12}{'held':>12}  health")
     for tier in facts["tiers"]:
         health = tier["health"] + (f": {shown(tier['health_reason'])}" if tier["health_reason"] else "")
-        capacity, held = format_bytes(tier["capacity_bytes"]), format_bytes(tier["held_bytes"])
-        lines.append(f"{tier['tier']:<8}{capacity:>12}{tier['blocks']:>10}{held:>12}  {health}")
+        sizes = (tier["capacity_bytes"], tier["class_bytes"].get("live", 0), tier["held_bytes"])
+        capacity, stored, held = (f"{format_bytes(size):>12}" for size in sizes)
+        lines.append(f"{tier['tier']:<8}{capacity}{tier['blocks']:>10}{stored}{held}  {health}")
     lines += ["", f"{'class':<14}" + "".join(f"{tier['tier']:>12}" for tier in facts["tiers"])]
     for name in CLASSES:
         lines.append(f"{name:<14}" + "".join(f"{format_bytes(tier['class_bytes'].get(name, 0)):>12}" for tier in facts["tiers"]))
