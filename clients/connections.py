@@ -31,11 +31,13 @@ class Connections:
     def close(self) -> None:
         """Close them. Idempotent."""
         link, self.link = self.link, None
-        if link is not None:
-            link.close()
-        self.gpus.close()
-        self.quick.close()
-        self.channel.close()
+        try:
+            if link is not None:
+                link.close()
+        finally:  # an interrupt in between costs the rest nothing
+            self.gpus.close()
+            self.quick.close()
+            self.channel.close()
 
     def dropped(self) -> None:
         """The client is gone. Whatever thread collected it must not wait."""

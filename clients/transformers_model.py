@@ -23,6 +23,7 @@ from kvstore.model_config import position_facts
 
 # Facts of a configuration that say where or by what it was written; the model computes the same whatever they are.
 _VOLATILE = ("_name_or_path", "transformers_version")
+SAMPLED_WEIGHTS = 256  # about so many weights of a model are looked into to see whether any has changed
 
 
 @dataclass(frozen=True)
@@ -136,23 +137,24 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 
 def weights_now(model: PreTrainedModel) -> frozenset[tuple[object, ...]]:
-    """What tells cheaply whether weights or buffers have changed: where each lies, its version, type and shape, and its middle element.
+    """What tells cheaply whether weights or buffers have changed: where each lies, its version, type and shape, and the middle element.
 
-    Its version counts what autograd sees. What goes past it, as `weight.data += ...` does, shows in the middle element. Not of adapters:
-    their digest is given at each call.
+    The element of some hundreds of them at most, evenly chosen: a mixture of experts has ten thousands. A version counts what autograd
+    sees. What goes past it, as `weight.data += ...` does, shows in the element. Not of adapters: their digest is given at each call.
     """
     adapters = _adapter_weights(model) if has_adapters(model) else set()
     weights = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in adapters]
+    every = max(1, len(weights) // SAMPLED_WEIGHTS)
     facts: list[tuple[object, ...]] = []
     samples: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     with torch.no_grad():
-        for weight in weights:
+        for number, weight in enumerate(weights):
             plain = weight.detach()
             where: tuple[object, ...] = ()
             if weight.device.type != "meta":  # those that come from elsewhere for each pass are other tensors every time
                 where = (0 if weight.is_inference() else weight._version, weight.data_ptr())
             facts.append((weight.dtype, weight.shape, *where))
-            if where and weight.numel() and type(plain) is Tensor and plain.layout is torch.strided:
+            if number % every == 0 and where and weight.numel() and type(plain) is Tensor and plain.layout is torch.strided:
                 middle = sum(size // 2 * step for size, step in zip(plain.shape, plain.stride(), strict=True))
                 sample = plain.as_strided((1,), (1,), plain.storage_offset() + middle)
                 samples.setdefault((plain.device, plain.dtype), []).append((len(facts) - 1, sample))

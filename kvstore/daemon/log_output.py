@@ -9,7 +9,8 @@ import threading
 import time
 from collections import deque
 
-AT_ONCE_BYTES = 4096  # PIPE_BUF: what poll says there is room for in a pipe; sockets and terminals have more
+AT_ONCE_BYTES = 4096  # PIPE_BUF: what poll says there is room for in a pipe; sockets have more
+TERMINAL_BYTES = 256  # likewise of a terminal
 KEPT_BYTES = 1 << 20  # 1 MiB of lines that were not taken yet
 LAST_S = 1.0  # seconds that the end of the process waits for the last lines to be taken
 
@@ -22,6 +23,7 @@ class LogOutput(logging.Handler):
         super().__init__()
         self._held = self.lock or threading.RLock()
         self._descriptor = descriptor
+        self._at_once_bytes = TERMINAL_BYTES if os.isatty(descriptor) else AT_ONCE_BYTES
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
         self._kept: deque[bytes] = deque()
@@ -67,9 +69,10 @@ class LogOutput(logging.Handler):
                 return
             line = self._kept.popleft()
             try:
-                written = os.write(self._descriptor, line[:AT_ONCE_BYTES])
+                written = os.write(self._descriptor, line[: self._at_once_bytes])
             except BlockingIOError:
-                written = 0
+                self._kept.appendleft(line)
+                return
             except OSError:  # nobody will ever read it: there is no place to say so
                 written = len(line)
             self._kept_bytes -= written

@@ -15,8 +15,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 def set_up(settings: LogSettings) -> None:
     """Write to standard error from now on; where it takes no more, lines are dropped rather than waited for."""
-    sys.stderr.flush()
-    handler = LogOutput(sys.stderr.fileno())
+    handler: logging.Handler = logging.NullHandler()  # where standard error is closed: its number may be another file's by now
+    if sys.stderr is not None:
+        sys.stderr.flush()
+        handler = LogOutput(sys.stderr.fileno())
     handler.setFormatter(JsonLines() if settings.format == "json" else TextLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -104,6 +104,7 @@ class Edge:
             except asyncio.CancelledError:
                 raise
             except grpc.aio.InternalError as error:  # the caller has gone, which grpc has not noticed yet: nobody waits for the rest
+                log.debug("%s: the caller has gone", method, exc_info=True)
                 raise asyncio.CancelledError from error
             except Exception as error:  # an RPC's edge: a fault of ours must fail this call, not the daemon
                 log.exception("%s: unexpected", method)

@@ -129,20 +129,21 @@ class Pool:
 
     def _reserve(self, count: int) -> list[Place]:
         """Up to `count` slots of the store. Raises EnvironmentFault where it cannot be reached. Any thread."""
-        arena = self.arena()
-        try:
-            slots = self._store.reserve(count)
-        except ResourceExhausted:
-            return []
-        except EnvironmentFault:
-            raise
-        except KVStoreError as error:  # of a session that could not be made anew, say: here as good as away
-            raise Unavailable(f"the store gives no slots: {error}") from error
-        if self.arena() is not arena:  # attached anew in between: which mapping the slots belong to is unknown
-            self._store.abandon(slots)
-            return []
-        pairs = zip(slots.units.tolist(), slots.generations.tolist(), strict=True)
-        return [Place(arena, unit, generation, shared=True) for unit, generation in pairs]
+        for _ in range(2):
+            arena = self.arena()
+            try:
+                slots = self._store.reserve(count)
+            except ResourceExhausted:
+                return []
+            except EnvironmentFault:
+                raise
+            except KVStoreError as error:  # of a session that could not be made anew, say: here as good as away
+                raise Unavailable(f"the store gives no slots: {error}") from error
+            if self.arena() is arena:
+                pairs = zip(slots.units.tolist(), slots.generations.tolist(), strict=True)
+                return [Place(arena, unit, generation, shared=True) for unit, generation in pairs]
+            self._store.abandon(slots)  # attached anew in between: which mapping they belong to is unknown, so once more
+        return []
 
 
 def own_memory(layout: RowLayout, size_bytes: int) -> Memory:

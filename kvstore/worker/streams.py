@@ -54,9 +54,9 @@ class Streams:
         return self._blocks(branch.job.request)
 
     def fits(self, branch: Branch, running: Iterable[Branch]) -> bool:
-        """Whether so many blocks may be a stream's beside those that run."""
+        """Whether so many blocks may be a stream's beside those that run; the first always: what it cannot have, it is told then."""
         held = sum(self.blocks(each) for each in running if each.is_stream)
-        return held + self.blocks(branch) <= self._most_blocks
+        return not held or held + self.blocks(branch) <= self._most_blocks
 
     def open(self, branch: Branch) -> StreamSequence:
         """Begin, or begin anew."""
