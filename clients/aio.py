@@ -159,6 +159,16 @@ class AsyncKVClient:
         """The daemon's figures."""
         return await self._run(calls.stats())
 
+    async def namespaces(self) -> pb.ListNamespacesReply:
+        """Every namespace, with its facts and how many blocks of it each tier has."""
+        return await self._run(calls.namespaces())
+
+    async def explain(
+        self, namespace: Namespace, hashes: bytes | None = None, *, tokens: Tokens | None = None, identity: Identity | None = None
+    ) -> pb.ExplainReply:
+        """Why no more of a chain is found, and under which other facts more of it is. See KVClient.explain."""
+        return await self._run(calls.explain(namespace, requests.explain(namespace, hashes, tokens, identity)))
+
     async def watch(self, namespace: Namespace | None = None) -> AsyncIterator[Watched]:
         """What is stored now, then what changes, until the caller stops. See KVClient.watch."""
         self._check()

@@ -1,4 +1,4 @@
-"""Calls that hold nothing: lookup, prefetch, pin, clear, stats. Generators of steps.py's commands."""
+"""Calls that hold nothing: lookup, prefetch, pin, clear, stats, explain. Generators of steps.py's commands."""
 
 from __future__ import annotations
 
@@ -61,6 +61,23 @@ def clear(namespace: Namespace | None) -> Steps[pb.ClearReply]:
 def stats() -> Steps[pb.StatsReply]:
     """The daemon's figures."""
     return cast(pb.StatsReply, (yield from persistent(lambda: _one(Call("Stats", pb.StatsRequest())))))
+
+
+def namespaces() -> Steps[pb.ListNamespacesReply]:
+    """All that there are."""
+    return cast(pb.ListNamespacesReply, (yield from persistent(lambda: _one(Call("ListNamespaces", pb.ListNamespacesRequest())))))
+
+
+def explain(namespace: Namespace, request: pb.ExplainRequest) -> Steps[pb.ExplainReply]:
+    """Why no more of a prompt is found."""
+    if not request.hashes and not request.token_ids:
+        return pb.ExplainReply()
+
+    def make(namespace_id: int, epoch: str) -> Command:
+        request.namespace_id, request.epoch = namespace_id, epoch
+        return Call("Explain", request)
+
+    return cast(pb.ExplainReply, (yield from of_namespace(namespace, make)))
 
 
 def _one(command: Command) -> Steps[Any]:

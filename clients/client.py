@@ -197,6 +197,19 @@ class KVClient:
         """The daemon's figures."""
         return self._run(calls.stats())
 
+    def namespaces(self) -> pb.ListNamespacesReply:
+        """Every namespace, with its facts and how many blocks of it each tier has."""
+        return self._run(calls.namespaces())
+
+    def explain(
+        self, namespace: Namespace, hashes: bytes | None = None, *, tokens: Tokens | None = None, identity: Identity | None = None
+    ) -> pb.ExplainReply:
+        """Why no more of a chain is found, and under which other facts more of it is. See `lookup` for what to give.
+
+        With tokens other models' facts, adapters and salts are tried too; with hashes only namespaces where blocks have the same names.
+        """
+        return self._run(calls.explain(namespace, requests.explain(namespace, hashes, tokens, identity)))
+
     def watch(self, namespace: Namespace | None = None) -> Iterator[Watched]:
         """What is stored now, then what changes, until the caller stops.
 

@@ -141,6 +141,15 @@ def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens 
     return checked_hashes(hashing.block_hashes(root, tokens, block_tokens)[: hashing.HASH_BYTES * usable])
 
 
+def explain(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> pb.ExplainRequest:
+    """The request without its namespace. Raises InvalidArgument unless hashes or a prompt is given, LimitExceeded for too long a one."""
+    wanted = prompt_or_hashes(namespace, hashes, tokens, identity)
+    if tokens is None:
+        return pb.ExplainRequest(hashes=wanted)
+    of = identity or namespace.identity
+    return pb.ExplainRequest(token_ids=hashing.token_bytes(tokens), adapter=of.adapter, salt=of.salt)
+
+
 # ---- operations; `pool` is a Pool's number, 0 the arena in host memory
 
 

@@ -692,3 +692,96 @@ class WatchEvent(_message.Message):
     hashes: bytes
     parents: bytes
     def __init__(self, epoch: _Optional[str] = ..., sequence: _Optional[int] = ..., kind: _Optional[str] = ..., namespace_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., tier: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("digest", "facts", "keep", "tails", "slot_bytes", "blocks")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class BlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    TAILS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    facts: _containers.ScalarMap[str, str]
+    keep: Keep
+    tails: bool
+    slot_bytes: int
+    blocks: _containers.ScalarMap[str, int]
+    def __init__(self, digest: _Optional[bytes] = ..., facts: _Optional[_Mapping[str, str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., tails: _Optional[bool] = ..., slot_bytes: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ListNamespacesReply(_message.Message):
+    __slots__ = ("epoch", "namespaces")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    def __init__(self, epoch: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("namespace_id", "epoch", "hashes", "token_ids", "adapter", "salt")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    epoch: str
+    hashes: bytes
+    token_ids: bytes
+    adapter: str
+    salt: str
+    def __init__(self, namespace_id: _Optional[int] = ..., epoch: _Optional[str] = ..., hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("epoch", "asked_blocks", "blocks", "reason", "later_blocks", "elsewhere")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ASKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LATER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    asked_blocks: int
+    blocks: int
+    reason: str
+    later_blocks: int
+    elsewhere: _containers.RepeatedCompositeFieldContainer[Elsewhere]
+    def __init__(self, epoch: _Optional[str] = ..., asked_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., reason: _Optional[str] = ..., later_blocks: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[Elsewhere, _Mapping]]] = ...) -> None: ...
+
+class Elsewhere(_message.Message):
+    __slots__ = ("digest", "blocks", "tokens", "differs")
+    class DiffersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    blocks: int
+    tokens: int
+    differs: _containers.ScalarMap[str, str]
+    def __init__(self, digest: _Optional[bytes] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ...) -> None: ...

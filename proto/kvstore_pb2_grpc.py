@@ -94,6 +94,16 @@ class KVStoreStub:
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/kvstore.v1.KVStore/ListNamespaces',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesReply.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvstore.v1.KVStore/Explain',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer:
@@ -172,6 +182,19 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNamespaces(self, request, context):
+        """For people who wonder: which namespaces there are, and why a prompt is found no further than it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -234,6 +257,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.WatchRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.WatchEvent.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -560,6 +593,60 @@ class KVStore:
             '/kvstore.v1.KVStore/Watch',
             kvstore_dot_proto_dot_kvstore__pb2.WatchRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/ListNamespaces',
+            kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ListNamespacesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/Explain',
+            kvstore_dot_proto_dot_kvstore__pb2.ExplainRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

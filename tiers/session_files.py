@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ResourceExhausted
+from kvstore.native.bits import marker
 
 Units = NDArray[np.uint32]
 
@@ -41,6 +42,7 @@ class SessionFile:
         self._fd = fd
         self._map = mmap.mmap(fd, _file_bytes(int(header["units"])))
         self._bits = np.frombuffer(self._map, dtype=np.uint8, offset=BITS_OFFSET_BYTES)
+        self._mark = marker()
         self._taken = np.zeros(len(self._bits) // PAGE_BYTES, dtype=np.bool_)  # pages of bits that have memory
 
     @classmethod
@@ -75,8 +77,8 @@ class SessionFile:
             for unit in withdrawn.tolist():
                 bits[unit >> 3] &= ~(1 << (unit & 7))
             return
-        np.bitwise_or.at(self._bits, granted >> 3, _bit(granted))
-        np.bitwise_and.at(self._bits, withdrawn >> 3, ~_bit(withdrawn))
+        self._mark(self._bits, granted, True)
+        self._mark(self._bits, withdrawn, False)
 
     def marked_units(self) -> Units:
         """First units of all slots marked, rising."""
@@ -159,7 +161,3 @@ def _opened(path: Path) -> SessionFile | None:
 def _file_bytes(units: int) -> int:
     """Whole pages: memory for the bits is taken by the page."""
     return BITS_OFFSET_BYTES + -(-units // (8 * PAGE_BYTES)) * PAGE_BYTES
-
-
-def _bit(units: Units) -> NDArray[np.uint8]:
-    return np.left_shift(np.uint8(1), (units & 7).astype(np.uint8))

@@ -11,7 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.cache import checking, claims, completions, demoting, finding, hints, invariants, reading, recovery, sessions, singles, writing
+from kvstore.cache import (
+    checking,
+    claims,
+    completions,
+    demoting,
+    explaining,
+    finding,
+    hints,
+    invariants,
+    reading,
+    recovery,
+    sessions,
+    singles,
+    writing,
+)
 from kvstore.cache.eviction.base import PolicyMaker
 from kvstore.cache.leaving import remove
 from kvstore.cache.messages import (
@@ -188,6 +202,14 @@ class Cache:
     def has(self, namespace: int, hashes: Hashes) -> NDArray[np.bool_]:
         """Which blocks are in some tier. [n]"""
         return finding.present_in(self.state, self.state.index.find(namespace, hashes))
+
+    def why_missing(self, namespace: int, hashes: Hashes, first: int) -> explaining.Reason:
+        """Why block `first` of a chain is not here."""
+        return explaining.why_missing(self.state, namespace, hashes, first)
+
+    def census(self) -> Iterator[dict[Tier, NDArray[np.int64]]]:
+        """Blocks of each namespace in each tier, in pieces to be added up. See `explaining.census`."""
+        return explaining.census(self.state)
 
     def units(self, namespace: int, hashes: Hashes) -> NDArray[np.int64]:
         """Where each block lies in dram, in units; -1 where it is not there. [n]"""

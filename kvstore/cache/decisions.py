@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
-from kvstore.cache.vocabulary import EndReason, Priority, Tier, Units
+from kvstore.cache.vocabulary import EndReason, Hashes, Priority, Tier, Units, pack_hashes
+
+Pieces = bytes | Sequence[bytes | Hashes]  # hashes, packed or yet to be
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,29 @@ class NoticeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Notice:
-    """For watchers. `parents` only with STORED; a CLEARED notice has no hashes."""
+    """For watchers. `parents` only with STORED; a CLEARED notice has no hashes. Mostly nobody watches: they are packed when asked for."""
 
     kind: NoticeKind
     namespace: int
     tier: Tier | None
-    hashes: bytes = b""
-    parents: bytes = b""
+    named: Pieces = b""
+    below: Pieces = b""
+
+    @cached_property
+    def hashes(self) -> bytes:
+        """Of its blocks, packed."""
+        return _joined(self.named)
+
+    @cached_property
+    def parents(self) -> bytes:
+        """The hashes before them, packed."""
+        return _joined(self.below)
+
+
+def _joined(pieces: Pieces) -> bytes:
+    if isinstance(pieces, bytes):
+        return pieces
+    return b"".join(piece if isinstance(piece, bytes) else pack_hashes(piece) for piece in pieces)
 
 
 class FoundBy(StrEnum):

@@ -12,29 +12,26 @@ import numpy as np
 from kvstore.cache.holders import Lease, Session
 from kvstore.cache.index import CHECKSUM_FLAGS, IN_FLIGHT, Rows
 from kvstore.cache.leases import may_hold
-from kvstore.cache.messages import UNIT_BYTES, BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier, pack_hashes
+from kvstore.cache.messages import UNIT_BYTES, BlockOutcome, Commit, Hashes, NoticeKind, Reserve, Reserved, Tier
 from kvstore.cache.moving import free_rows, ghost, make_room
-from kvstore.cache.reading import use_many
+from kvstore.cache.recency import use_many
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
 
 
 def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Commit) -> bool:
     """Commit all of it, or touch nothing and answer False where it is not the common case."""
-    compiled = _look_compiled(state, request)
+    compiled = _look_compiled(state, session, request)
     found = compiled or _look(state, session, request)
     if found is None:
         return False
     slots, rows = found
-    named = slots.tolist()
-    if not session.reserved.keys() >= set(named):
-        return False
     rows = _publish(state, request, slots, rows, compiled=compiled is not None)
     if request.checksums is not None:
         state.index.checksum[rows] = request.checksums
         state.index.flags[rows] |= CHECKSUM_FLAGS
-    state.dram.published(len(named), state.spec(request.namespace).slot_units)
-    _delete_all(session.reserved, named)  # their counts in the session now stand for the lease
+    state.dram.published(len(slots), state.spec(request.namespace).slot_units)
+    _delete_all(session.reserved, slots)  # their counts in the session now stand for the lease
     lease.slots[0].frombytes(slots.tobytes())
     lease.generations[0].frombytes(np.ascontiguousarray(request.generations, np.uint32).tobytes())
     lease.granted = len(lease)
@@ -42,13 +39,13 @@ def commit_fresh_chain(state: State, session: Session, lease: Lease, request: Co
     return True
 
 
-def _look_compiled(state: State, request: Commit) -> tuple[SlotIds, Rows] | None:
+def _look_compiled(state: State, session: Session, request: Commit) -> tuple[SlotIds, Rows] | None:
     """`_look` where the blocks were reserved by name and the library is there; None else."""
     index, publishing = state.index, state.publishing
     if index.native is None or publishing is None or not index.room or not _is_chain(request):
         return None
-    where, slot_units = (request.units, request.generations), state.spec(request.namespace).slot_units
-    return publishing.look_chain(index.native, request.namespace, slot_units, request.hashes, request.parents[:1], where)
+    where, facts = (request.units, request.generations), (request.namespace, state.spec(request.namespace).slot_units)
+    return publishing.look_chain(index.native, facts, request.hashes, request.parents[:1], where, session.counts)
 
 
 def _look(state: State, session: Session, request: Commit) -> tuple[SlotIds, Rows] | None:
@@ -87,7 +84,7 @@ def _publish(state: State, request: Commit, slots: SlotIds, rows: Rows, *, compi
     named = rows.any()
     above = ghost(state, request.namespace, request.parents[0].tobytes())
     if named:
-        _delete_all(state.writers, rows.tolist())
+        state.writer[rows] = 0
     if compiled and index.native is not None and state.publishing is not None:
         state.publishing.publish_chain(index.native, rows, slots, above, IN_FLIGHT | CHECKSUM_FLAGS)
         return rows
@@ -105,12 +102,12 @@ def _publish(state: State, request: Commit, slots: SlotIds, rows: Rows, *, compi
     return rows
 
 
-def _delete_all(table: dict[int, int], keys: list[int]) -> None:
+def _delete_all(table: dict[int, int], keys: SlotIds) -> None:
     """Delete distinct keys that are all there."""
     if len(keys) == len(table):
         table.clear()
     else:
-        deque(map(table.__delitem__, keys), maxlen=0)
+        deque(map(table.__delitem__, keys.tolist()), maxlen=0)
 
 
 def _are_new(state: State, rows: Rows, reserved_for: Rows) -> bool:
@@ -165,7 +162,7 @@ def reserve_new_keys(state: State, session: Session, request: Reserve, hashes: H
 def _reserve_rows(state: State, session: Session, request: Reserve, rows: Rows, slots: SlotIds) -> None:
     state.index.flags[rows] |= IN_FLIGHT
     state.dram.row[slots] = rows
-    state.writers.update(zip(rows.tolist(), slots.tolist(), strict=True))
+    state.writer[rows] = slots
     session.reserved.update(dict.fromkeys(slots.tolist(), request.reservation))
     state.count_many(session, slots, 1)
 
@@ -181,9 +178,8 @@ def _link_chain(state: State, rows: Rows, above: int) -> None:
 
 def _tell(state: State, request: Commit, slots: SlotIds) -> None:
     state.policies[Tier.DRAM].inserted_many(slots)
-    packed = pack_hashes(request.hashes)
-    state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, packed, request.parents[0].tobytes() + packed[:-32])
-    state.story.tell(int(request.hashes[0, 0]), "commit", int(slots[0]), len(slots))
+    state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, request.hashes, (request.parents[:1], request.hashes[:-1]))
+    state.story.tell(request.namespace, int(request.hashes[0, 0]), "commit", int(slots[0]), len(slots))
     state.counters["committed"] += len(slots)
     if state.nvme is not None and state.sizes.nvme_write == "through":
         state.to_write.add_many(slots)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from kvstore.cache.index import PINNED
 from kvstore.cache.messages import Hashes, Priority, Tier
 from kvstore.cache.moving import make_room
-from kvstore.cache.reading import start_read, use
+from kvstore.cache.reading import start_read
+from kvstore.cache.recency import use
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
 

@@ -51,8 +51,8 @@ def visible_after_stored(state: State) -> Iterator[str]:
         for slot in live[index.slot[tier][table.row[live]] != live].tolist():
             yield f"live {tier.name} slot {slot} is not its row's"
     in_flight = set(rows[(index.flags[rows] & IN_FLIGHT) > 0].tolist())
-    if in_flight != set(state.writers):
-        yield f"rows in flight {in_flight} and their writers {set(state.writers)} differ"
+    if in_flight != (written := set(np.flatnonzero(state.writer).tolist())):
+        yield f"rows in flight {in_flight} and their writers {written} differ"
     for row in in_flight:
         if index.stored(row):
             yield f"row {row} is both stored and in flight"

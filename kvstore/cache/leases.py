@@ -34,17 +34,17 @@ def may_hold(state: State, session: Session, slots: Sequence[int] | SlotIds, mor
         sizes = dram.bytes_of(ids)
         own += int(sizes[session.counts[ids] == 0].sum())
         newly += int(sizes[~dram.held_many(ids)].sum())
-    return _affords(state, session, own, newly)
+    return affords(state, session, own, newly)
 
 
 def may_hold_one(state: State, session: Session, slot: int) -> bool:
     """`may_hold` for one slot."""
     size_bytes, times = state.dram.slot_units_of(slot) * UNIT_BYTES, int(session.counts[slot])
     new_bytes = 0 if state.dram.is_held(slot) else size_bytes
-    return times < MAX_SLOT_HOLDS and _affords(state, session, 0 if times else size_bytes, new_bytes)
+    return times < MAX_SLOT_HOLDS and affords(state, session, 0 if times else size_bytes, new_bytes)
 
 
-def _affords(state: State, session: Session, own: int, newly: int) -> bool:
+def affords(state: State, session: Session, own: int, newly: int) -> bool:
     """Whether the session may hold `own` bytes more, of which nobody holds `newly` yet."""
     dram = state.dram
     if session.limit_bytes and session.held_bytes + own > session.limit_bytes:

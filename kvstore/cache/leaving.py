@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvstore.cache import leases
 from kvstore.cache.eviction.candidates import Candidates
 from kvstore.cache.index import CHECKSUM_FLAGS, Rows
-from kvstore.cache.messages import EndReason, NoticeKind, Tier, pack_hashes
+from kvstore.cache.messages import EndReason, NoticeKind, Tier
 from kvstore.cache.slots import DIRTY, GONE_BELOW, UNSUMMED, WRONG, SlotIds, SlotState
 from kvstore.cache.state import State
 
@@ -80,7 +80,7 @@ def evict(state: State, tier: Tier, slot: int) -> None:
     state.counters[f"evicted_{tier.name.lower()}"] += 1
     if tier is Tier.DRAM and writes_down(state) and not state.index.slot_at[Tier.NVME][row]:
         state.counters["dropped_before_written"] += 1
-    state.story.tell(state.index.word(row), "evict", slot, tier)
+    state.story.tell(state.index.namespace_at[row], state.index.word(row), "evict", slot, tier)
     if tier is Tier.NVME and (above := state.index.slot_at[Tier.DRAM][row]):
         state.dram.flags_at[above] |= GONE_BELOW
     _leave_tier(state, tier, row, slot)
@@ -116,7 +116,7 @@ def evict_chain(state: State, tier: Tier, slots: SlotIds) -> None:
         return
     rows = table.row[slots]
     _count_evicted(state, tier, rows)
-    state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, pack_hashes(index.hash[rows]))
+    state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, index.hash[rows])
     index.slot[tier][rows] = 0
     index.children[tier][index.parent[rows]] -= 1
     table.row[slots] = 0
@@ -147,7 +147,9 @@ def _count_evicted(state: State, tier: Tier, rows: Rows) -> None:
     """The blocks in these rows are about to be evicted from the tier."""
     index = state.index
     state.counters[f"evicted_{tier.name.lower()}"] += len(rows)
-    state.story.tell(index.word(int(rows[0])), "evict", int(index.slot[tier][rows[0]]), len(rows))
+    for end in {0, len(rows) - 1}:  # of a chain its deepest block, and the one that a lookup misses first
+        row = int(rows[end])
+        state.story.tell(index.namespace_at[row], index.word(row), "evict", index.slot_at[tier][row], len(rows))
     if tier is Tier.NVME:
         in_dram = index.slot[Tier.DRAM][rows]
         state.dram.flags[in_dram[in_dram > 0]] |= GONE_BELOW
@@ -164,6 +166,7 @@ def remove(state: State, row: int) -> None:
 def take_out(state: State, row: int) -> None:
     """`remove` where the descendants go too."""
     index = state.index
+    state.story.tell(index.namespace_at[row], index.word(row), "remove")
     for transfers in (state.reading, state.writing, state.verifying):
         if transfer := transfers.pop(row, None):
             transfer.row = 0
@@ -202,7 +205,7 @@ def _are_intricate(state: State, rows: Rows) -> NDArray[np.bool_]:
 def _leave_tier_many(state: State, tier: Tier, rows: Rows, slots: SlotIds) -> None:
     """`_leave_tier` for many blocks of one namespace that no transfer is about, none of them in a slot with wrong bytes."""
     table, index = state.tables[tier], state.index
-    state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, pack_hashes(index.hash[rows]))
+    state.notice_many(NoticeKind.REMOVED, int(index.namespace[rows[0]]), tier, index.hash[rows])
     for slot in slots.tolist():
         state.policies[tier].left(slot)
     above = index.parent[rows]

@@ -26,6 +26,8 @@ from kvstore.cache.messages import (
     Tier,
 )
 from kvstore.cache.moving import is_in_flight, make_room
+from kvstore.cache.ready import lease_ready
+from kvstore.cache.recency import use, use_many
 from kvstore.cache.sessions import group_of, open_session
 from kvstore.cache.slots import SlotIds, SlotState
 from kvstore.cache.state import State
@@ -77,7 +79,8 @@ def acquire(state: State, request: Acquire) -> Acquired | Refused:
         group.leases[lease.id] = lease
     if request.prompt is not None:
         return _acquire_with_tail(state, session, lease, request, request.prompt)
-    plan(state, session, lease, request.hashes, len(request.hashes))
+    if not lease_ready(state, session, lease, request.hashes):
+        plan(state, session, lease, request.hashes, len(request.hashes))
     return Acquired(lease.id, len(lease), lease.reason)
 
 
@@ -224,20 +227,6 @@ def _why_short(state: State, rows: list[Rows], length: int, asked: int) -> EndRe
     if length == asked:
         return EndReason.COMPLETE
     return EndReason.IN_FLIGHT if any(is_in_flight(state, int(mine[length])) for mine in rows if length < len(mine)) else EndReason.MISSING
-
-
-def use(state: State, row: int) -> None:
-    """A block was asked for: it is recent in every tier that has it."""
-    for tier in state.index.tiers:
-        if slot := state.index.slot_at[tier][row]:
-            state.touch(tier, slot)
-
-
-def use_many(state: State, rows: Rows) -> None:
-    """`use` for many, in the order of their chain."""
-    for tier in state.index.tiers:
-        slots = state.index.slot[tier][rows]
-        state.touch_many(tier, slots[slots > 0])
 
 
 def hurry(state: State, transfer: Transfer, deadline_at: float) -> None:

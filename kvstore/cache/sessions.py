@@ -178,7 +178,7 @@ def free_key(state: State, slot: int) -> None:
     row = state.dram.row_at[slot]
     if row:
         state.dram.row_at[slot] = 0
-        del state.writers[row]
+        state.writer_at[row] = 0
         state.index.flags_at[row] &= ~IN_FLIGHT
         state.index.drop_if_empty(row)
 
@@ -188,8 +188,7 @@ def free_keys(state: State, slots: SlotIds) -> None:
     rows = state.dram.row[slots]
     rows = rows[rows > 0]
     state.dram.row[slots] = 0
-    for row in rows.tolist():
-        del state.writers[row]
+    state.writer[rows] = 0
     state.index.flags[rows] &= ~np.uint8(IN_FLIGHT)
     state.index.drop_empty(rows)
 

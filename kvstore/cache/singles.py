@@ -24,7 +24,6 @@ from kvstore.cache.messages import (
     Refused,
     Tier,
     Units,
-    pack_hashes,
 )
 from kvstore.cache.moving import make_room
 from kvstore.cache.sessions import open_session
@@ -115,7 +114,7 @@ def commit_each(state: State, request: CommitEach) -> bool | None:
     _publish(state, request, slots, above)
     _lease_each(state, session, request, named)
     _tell(state, request, slots)
-    state.story.tell_many(words, "commit", named, session.id)
+    state.story.tell_many(request.namespace, words, "commit", named, session.id)
     return True
 
 
@@ -186,8 +185,7 @@ def _lease_each(state: State, session: Session, request: CommitEach, slots: list
 
 
 def _tell(state: State, request: CommitEach, slots: SlotIds) -> None:
-    packed, parents = pack_hashes(request.hashes), pack_hashes(request.parents)
-    state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, packed, parents)
+    state.notice_many(NoticeKind.STORED, request.namespace, Tier.DRAM, request.hashes, (request.parents,))
     state.counters["committed"] += len(slots)
     if state.nvme is not None and state.sizes.nvme_write == "through":
         state.to_write.add_many(slots)

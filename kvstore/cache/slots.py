@@ -8,6 +8,7 @@ tenure.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from enum import IntEnum
 
 import numpy as np
@@ -76,6 +77,8 @@ class SlotTable:
         self.extent_used = np.zeros(self.extent_count, np.int32)  # slots that are not FREE
         self.extent_slot_units_at, self.extent_used_at = self.extent_slot_units.data, self.extent_used.data
         self.extent_first_at = self.extent_first.data
+        self._extents_of: Counter[int] = Counter()  # by slot_units, the assigned ones
+        self.only_slot_units = 0  # the one size that all assigned extents have; 0 where there is none, or several
         self.spare_extents = self.extent_count  # unassigned, or all of whose slots are free
         self.free: dict[int, array[int]] = {}  # by slot_units
         self.free_ids: list[tuple[int, int]] = [(1, max_slots)]  # (first, count), ordered
@@ -137,7 +140,7 @@ class SlotTable:
         place = self._place_of_range(count)
         first, length = self.free_ids[place]
         self.free_ids[place : place + 1] = [(first + count, length - count)] if length > count else []
-        self.extent_slot_units[extent] = slot_units
+        self._resize(extent, slot_units)
         self.extent_first[extent] = first
         self.extent_used[extent] = 0
         self.units[first : first + count] = extent * self.extent_units + slot_units * np.arange(count, dtype=np.uint32)
@@ -154,10 +157,16 @@ class SlotTable:
         stack = np.array(self.free[slot_units], np.int32)
         self.free[slot_units] = array("i", stack[(stack < first) | (stack >= first + count)].tobytes())
         self.state[first : first + count] = SlotState.UNASSIGNED
-        self.extent_slot_units[extent] = 0
+        self._resize(extent, 0)
         self.extent_generation[extent] = self.generation[first : first + count].max()
         self._move_bytes(SlotState.FREE, SlotState.UNASSIGNED, count * slot_units * UNIT_BYTES)
         self._free_id_range(first, count)
+
+    def _resize(self, extent: int, slot_units: int) -> None:
+        self._extents_of.update({self.extent_slot_units_at[extent]: -1, slot_units: 1})
+        self.extent_slot_units_at[extent] = slot_units
+        self._extents_of = Counter({size: extents for size, extents in self._extents_of.items() if size and extents > 0})
+        self.only_slot_units = next(iter(self._extents_of)) if len(self._extents_of) == 1 else 0
 
     def has_numbers(self, slot_units: int) -> bool:
         """Whether an extent of this size could be numbered: its slots need a range without a gap. Idle extents give theirs back for it."""
@@ -274,6 +283,8 @@ class SlotTable:
 
     def bytes_of(self, slots: SlotIds) -> NDArray[np.int64]:
         """The size of each slot. [n]"""
+        if self.only_slot_units:
+            return np.full(len(slots), self.only_slot_units * UNIT_BYTES, np.int64)
         return self.extent_slot_units[self.units[slots] // self.extent_units].astype(np.int64) * UNIT_BYTES
 
     def hold_many(self, slots: SlotIds, change: int | SlotIds) -> None:

@@ -19,6 +19,7 @@ from kvstore.cache.index import Index
 from kvstore.cache.messages import (
     UNIT_BYTES,
     Decision,
+    Hashes,
     Keep,
     Mark,
     NamespaceSpec,
@@ -94,7 +95,8 @@ class State:
         self.namespace_ids: dict[bytes, int] = {}
         self.sessions: dict[int, Session] = {}
         self.groups: dict[tuple[str, str], Group] = {}  # by tenant and name
-        self.writers: dict[int, int] = {}  # row of a reserved key -> the dram slot reserved for it
+        self.writer = np.zeros(len(self.index.namespace), np.int32)  # by row, of a reserved key: the dram slot reserved for it
+        self.writer_at = self.writer.data
         self.transfers: dict[int, Transfer] = {}
         self.reading: dict[int, Transfer] = {}  # by row
         self.writing: dict[int, Transfer] = {}  # by row
@@ -117,7 +119,7 @@ class State:
         self._deletes: list[int] = []
         self._out: list[Decision] = []
         self._marks: dict[int, list[SlotIds]] = {}  # session -> dram slots whose holds by it began or ended
-        self._notices: list[tuple[tuple[NoticeKind, int, Tier | None], list[bytes], list[bytes]]] = []
+        self._notices: list[tuple[tuple[NoticeKind, int, Tier | None], list[bytes | Hashes], list[bytes | Hashes]]] = []
 
     # ---- names
 
@@ -193,6 +195,8 @@ class State:
     def by_size(self, tier: Tier, slots: SlotIds) -> list[tuple[Candidates, SlotIds]]:
         """Slots apart by their size class."""
         table = self.tables[tier]
+        if table.only_slot_units:
+            return [(self.candidates(tier, table.only_slot_units), slots)] if len(slots) else []
         sizes = table.extent_slot_units[table.units[slots] // table.extent_units]
         if len(sizes) and (sizes == sizes[0]).all():
             return [(self.candidates(tier, int(sizes[0])), slots)]
@@ -210,6 +214,11 @@ class State:
         self.policies[tier].used_many(slots)
         for candidates, mine in self.by_size(tier, slots):
             candidates.used_many(mine)
+
+    def begin_holds(self, session: Session, slots: SlotIds, size_bytes: int) -> None:
+        """Book that the session holds these slots, which it did not, of so many bytes; they are counted already."""
+        session.held_bytes += size_bytes
+        self._marks.setdefault(session.id, []).append(slots)
 
     def count_many(self, session: Session, slots: SlotIds, change: int | SlotIds) -> None:
         """`count_for` for distinct slots."""
@@ -273,20 +282,19 @@ class State:
         if kind is NoticeKind.STORED:
             parents.append(self.index.hash_bytes(self.index.parent_at[row]))
 
-    def notice_many(self, kind: NoticeKind, namespace: int, tier: Tier, hashes: bytes, parents: bytes = b"") -> None:
-        """`notice` of many blocks of one namespace, packed; parents of stored ones only."""
+    def notice_many(self, kind: NoticeKind, namespace: int, tier: Tier, hashes: Hashes, parents: tuple[Hashes, ...] = ()) -> None:
+        """`notice` of many blocks of one namespace; parents of stored ones only. The arrays are kept, and must not change."""
         key: tuple[NoticeKind, int, Tier | None] = (kind, namespace, tier)
         if not self._notices or self._notices[-1][0] != key:
             self._notices.append((key, [], []))
         self._notices[-1][1].append(hashes)
-        self._notices[-1][2].append(parents)
+        self._notices[-1][2].extend(parents)
 
     def take_decisions(self) -> list[Decision]:
         """All decisions since the last call. Marks come first: a slot is marked before it is granted."""
         self.flush_deletes()
         marks = [self._mark(session, slots) for session, slots in self._marks.items() if session in self.sessions]
-        notices = [Notice(*key, b"".join(hashes), b"".join(parents)) for key, hashes, parents in self._notices]
-        out: list[Decision] = [*marks, *self._out, *notices]
+        out: list[Decision] = [*marks, *self._out, *(Notice(*key, hashes, parents) for key, hashes, parents in self._notices)]
         self._marks, self._out, self._notices = {}, [], []
         return out
 

@@ -26,7 +26,7 @@ from kvstore.cache.messages import (
     Tier,
 )
 from kvstore.cache.moving import ghost, make_room, needs_row
-from kvstore.cache.reading import use
+from kvstore.cache.recency import use
 from kvstore.cache.sessions import free_key, give_back, give_back_many, open_session
 from kvstore.cache.slots import SlotState
 from kvstore.cache.state import State
@@ -114,7 +114,7 @@ def _reserve_key(state: State, session: Session, request: Reserve, key: bytes, s
             return BlockOutcome.NO_ROOM, 0
         row = state.index.find_one(request.namespace, key) or state.index.add_one(request.namespace, key)
         state.index.flags_at[row] |= IN_FLIGHT
-        state.writers[row] = slot
+        state.writer_at[row] = slot
         state.dram.row_at[slot] = row
     return outcome, slot
 
@@ -242,7 +242,8 @@ def _store(state: State, session: Session, lease: Lease, slot: int, row: int, pa
     """The step in which a block becomes visible; its reservation becomes a lease."""
     index, dram = state.index, state.dram
     namespace = index.namespace_at[row]
-    if writer := state.writers.pop(row, 0):
+    if writer := state.writer_at[row]:
+        state.writer_at[row] = 0
         dram.row_at[writer] = 0  # perhaps another session's: the first commit wins
     index.flags_at[row] &= ~(IN_FLIGHT | CHECKSUM_FLAGS)
     if not index.parent_at[row]:
@@ -255,7 +256,7 @@ def _store(state: State, session: Session, lease: Lease, slot: int, row: int, pa
     leases.append(state, lease, slot)
     state.policies[Tier.DRAM].inserted(slot)
     state.notice(NoticeKind.STORED, Tier.DRAM, row)
-    state.story.tell(index.word(row), "commit", slot, session.id)
+    state.story.tell(namespace, index.word(row), "commit", slot, session.id)
     state.counters["committed"] += 1
     if state.nvme is not None and state.sizes.nvme_write == "through":
         state.to_write.add(slot)

@@ -162,7 +162,8 @@ class _Server:
                 raise _fault(answer.status, answer.read())
             yield answer
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-            why = str(error) or type(error).__name__
+            misread = isinstance(error, (json.JSONDecodeError, LookupError, TypeError, AttributeError))
+            why = "its answer is none of OpenAI's API" if misread else str(error) or type(error).__name__
             raise Unavailable(f"server {self._url}: {why}; see that it runs and speaks OpenAI's API") from error
         finally:
             connection.close()

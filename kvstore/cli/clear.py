@@ -3,14 +3,15 @@
 import argparse
 import sys
 
-from kvstore.cli.model_arguments import add_namespace_arguments, geometry_of, identity_of, names_namespace
+from kvstore.cli.model_arguments import add_namespace_arguments, names_namespace, opened
 from kvstore.config import format_bytes
 
 NAME = "clear"
 HELP = """Forget every block of one namespace, or of all, in every tier, for good.
 
   kvstore clear                                                          everything, after asking
-  kvstore clear --identity identity.json --geometry config.json --yes    one namespace, without asking"""
+  kvstore clear --namespace 3f2a --yes                                   one that `kvstore namespaces` lists, without asking
+  kvstore clear --identity identity.json --geometry config.json --yes    one namespace, named by its facts"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Ask, clear, and say what was cleared; exit status 1 where the answer was no."""
     from kvstore.clients.client import KVClient
 
-    named = (identity_of(args), geometry_of(args)) if names_namespace(args) else None
+    named = names_namespace(args)
     with KVClient(args.address) as client:
-        namespace = client.open_namespace(*named, args.shard) if named else None
+        namespace = opened(client, args) if named else None
         if not args.yes and not _agreed("every block of this namespace" if namespace else "every block that the daemon has"):
             print("nothing was cleared")
             return 1

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import signal
 import sys
+import time
 from pathlib import Path
 
 from kvstore.errors import ConfigError
@@ -31,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from kvstore.cli import demo_measure, demo_picture
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes end with it
-    figures = demo_measure.measure(lambda line: print(f"… {line}", file=sys.stderr, flush=True))
+    began_at = time.monotonic()
+    figures = demo_measure.measure(lambda line: print(f"… {time.monotonic() - began_at:3.0f} s: {line}", file=sys.stderr, flush=True))
     if args.json:
         demo_measure.write_json(figures, args.json)
     else:

@@ -79,7 +79,7 @@ def demo_text() -> str:
 def measure(tell: Callable[[str], None]) -> Figures:
     """Run it all; `tell` hears what happens. Raises the store's errors where a part of it cannot work here."""
     with places() as where:
-        tell("starting the daemon and two workers")
+        tell("starting the daemon and two workers, which load the model; all of it takes some two minutes")
         with Daemon(where) as daemon, Worker(where, "first worker") as first, Worker(where, "second worker") as second:
             for worker in (first, second):
                 worker.loaded()

@@ -7,21 +7,22 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvstore.cli.model_arguments import add_namespace_arguments, geometry_of, identity_of
+from kvstore.cli.model_arguments import add_namespace_arguments, opened
 from kvstore.errors import ConfigError
 from kvstore.hashing import HASH_BYTES, usable_blocks
 
 NAME = "lookup"
 HELP = """How many leading blocks of a sequence are stored, and in which tier each is; as JSON.
 
-Takes no lease and moves nothing.
+Takes no lease and moves nothing. `kvstore explain`, with the same arguments, says why no more is found.
 
+  kvstore lookup --namespace 3f2a --tokens prompt.txt                    one that `kvstore namespaces` lists
   kvstore lookup --identity identity.json --geometry config.json --tokens prompt.txt
   kvstore lookup --identity identity.json --geometry config.json --hashes chain.hex"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the sequence, its namespace and where the daemon is."""
+    """Declare the sequence, its namespace and where the daemon is. `kvstore explain` has them too."""
     parser.add_argument("--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
     sequence = parser.add_mutually_exclusive_group(required=True)
     sequence.add_argument("--tokens", metavar="FILE", help="token ids, as JSON or separated by spaces or commas; - reads standard input")
@@ -33,15 +34,12 @@ def run(args: argparse.Namespace) -> int:
     """Look up and print; exit status 0 also where nothing is stored."""
     from kvstore.clients.client import KVClient
 
-    identity, geometry = identity_of(args), geometry_of(args)
+    hashes, tokens = sequence_of(args)
     with KVClient(args.address) as client:
-        namespace = client.open_namespace(identity, geometry, args.shard)
-        if args.hashes:
-            hashes = _hashes(_text(args.hashes))
-            asked, found = len(hashes) // HASH_BYTES, client.lookup(namespace, hashes)
-        else:
-            tokens = _tokens(_text(args.tokens))
-            asked, found = usable_blocks(len(tokens), geometry.block_tokens), client.lookup(namespace, tokens=tokens)
+        namespace = opened(client, args)
+        geometry = namespace.geometry
+        asked = usable_blocks(len(tokens), geometry.block_tokens) if tokens is not None else len(hashes or b"") // HASH_BYTES
+        found = client.lookup(namespace, hashes, tokens=tokens)
     report = {
         "namespace": namespace.digest.hex(),
         "blocks": found.blocks,
@@ -52,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report, indent=2))
     return 0
+
+
+def sequence_of(args: argparse.Namespace) -> tuple[bytes | None, list[int] | None]:
+    """The hashes or the tokens that the arguments name, one of them. Raises ConfigError."""
+    return (_hashes(_text(args.hashes)), None) if args.hashes else (None, _tokens(_text(args.tokens)))
 
 
 def _text(path: str) -> str:

@@ -23,6 +23,8 @@ COMMANDS = (
     "chat",
     "generate",
     "lookup",
+    "explain",
+    "namespaces",
     "stats",
     "clear",
     "plan",
@@ -67,8 +69,10 @@ def _run(words: Sequence[str]) -> int:
             command.NAME, help=summary, description=command.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
-    args = parser.parse_args(words)
+        sub.set_defaults(run=command.run, usage_error=sub.error)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        args.usage_error(f"unrecognized arguments: {' '.join(unknown)}")  # with the command's usage, not the program's
     try:
         return int(args.run(args))
     except KVStoreError as error:

@@ -13,7 +13,10 @@ from kvstore.errors import InvalidArgument
 from kvstore.geometry import Geometry
 
 NAME = "plan"
-HELP = """How much memory a model's keys and values take.
+HELP = """How much memory a model's keys and values take, counted four ways.
+
+  effective   the tokens that are there, a shared one once     padded   every sequence as long as the longest
+  paged       whole blocks, a shared one once                  slots    these as the store keeps them, each rounded up to 4 KiB
 
   kvstore plan config.json --tokens 32768
   kvstore plan --layers 32 --kv-heads 8 --head-dim 128 --dtype float16 --lengths 1024,3072

@@ -204,7 +204,7 @@ class Pools:
             if other is not pool:
                 elsewhere |= other.cache.has(notice.namespace, hashes)
         parents = pack_hashes(unpack_hashes(notice.parents)[~elsewhere]) if notice.parents else b""
-        return replace(notice, hashes=pack_hashes(hashes[~elsewhere]), parents=parents)
+        return replace(notice, named=pack_hashes(hashes[~elsewhere]), below=parents)
 
     # ---- blocks
 

@@ -19,6 +19,7 @@ from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH, Looked, Ref
 from kvstore.config import Settings
 from kvstore.daemon import wire
 from kvstore.daemon.byte_calls import ByteCalls, in_time
+from kvstore.daemon.explaining import Asked, explain, list_namespaces
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.namespaces import KnownNamespace
 from kvstore.daemon.rpc import UNIX_TENANT, tenant_of
@@ -237,6 +238,13 @@ class Service(KVStoreServicer):
                     await in_time(context.write(event), "the watcher has not read")
         finally:
             hub.notices.forget(watcher)
+
+    async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesReply:  # noqa: N802
+        return await list_namespaces(self._hub, tenant_of(context))
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:  # noqa: N802
+        namespace = self._namespace(request.epoch, request.namespace_id, context)
+        return await explain(self._hub, namespace, Asked.of(request))
 
     # ----
 

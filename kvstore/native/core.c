@@ -12,10 +12,11 @@
 /* Rises whenever something here or in the files beside it changes: an installation may have kept the library of an earlier version. As in library.py. */
 int32_t kvstore_version(void)
 {
-    return 6;
+    return 7;
 }
 
 #define MAX_TIERS 4
+#define SEEN 0x80u /* a flag that no row has but inside one call */
 #define AHEAD 32 /* keys whose memory is fetched before any of them is looked at: enough to hide a cache miss */
 #define SPREAD 0x9E3779B97F4A7C15u /* 2^64 / golden ratio, as in index.py */
 
@@ -183,6 +184,7 @@ typedef struct { /* a tier: what the index has of it by row, and its slots */
     int32_t *row, *holds;
     const uint32_t *generation;
     uint8_t *state;
+    const int16_t *transfers;
     const int32_t *extent_slot_units, *extent_first;
     uint32_t extent_units, extent_count;
     uint8_t reserved, live;
@@ -255,16 +257,17 @@ void kvstore_publish_each(
 }
 
 /* Whether the blocks of a chain are those that distinct reserved slots were reserved for by name, none of them linked to others yet, and
- * the hash before the first none of theirs. slots[i] and rows[i] become theirs. */
+ * the hash before the first none of theirs; and whether one session has them all: `counts` says how often it holds each slot, and one that
+ * is reserved counts for nobody else. slots[i] and rows[i] become theirs. */
 int32_t kvstore_look_chain(
     const Index *ix, const Tier *tier, int32_t namespace_id, uint32_t slot_units, const uint64_t *keys, const uint64_t *before,
-    const uint32_t *units, const uint32_t *generations, int64_t count, int32_t *slots, int32_t *rows)
+    const uint32_t *units, const uint32_t *generations, const uint16_t *counts, int64_t count, int32_t *slots, int32_t *rows)
 {
     int64_t marked = 0;
     kvstore_find(ix, namespace_id, keys, count, rows);
     for (; marked < count; marked++) {
         const int32_t row = rows[marked], slot = reserved_at(tier, units[marked], generations[marked], slot_units);
-        if (!row || !slot || tier->row[slot] != row || ix->parent[row] || ix->first_child[row])
+        if (!row || !slot || !counts[slot] || tier->row[slot] != row || ix->parent[row] || ix->first_child[row])
             break;
         if (!(ix->flags[row] & ix->in_flight) || !memcmp(keys + 4 * marked, before, 4 * sizeof *keys))
             break;
@@ -284,5 +287,55 @@ void kvstore_publish_chain(
         ix->flags[rows[i]] &= (uint8_t)~clears;
         link_row(ix, rows[i], i ? rows[i - 1] : above);
         publish(ix, tier, rows[i], slots[i]);
+    }
+}
+
+/* ---- leases */
+
+/* Whether all blocks of a chain are in slots of a tier, each named once, none of which a session holds `most` times. slots[i] and rows[i]
+ * become theirs; sums[0] how many of them the session does not hold yet, sums[1] how many nobody does. */
+int32_t kvstore_look_ready(
+    const Index *ix, const Tier *tier, int32_t namespace_id, const uint64_t *keys, const uint16_t *counts, int32_t most, int64_t count,
+    int32_t *slots, int32_t *rows, int64_t *sums)
+{
+    int64_t marked = 0;
+    sums[0] = sums[1] = 0;
+    kvstore_find(ix, namespace_id, keys, count, rows);
+    for (; marked < count; marked++) {
+        const int32_t row = rows[marked], slot = tier->slot_of[row];
+        if (!row || !slot || (ix->flags[row] & SEEN) || counts[slot] >= most)
+            break;
+        ix->flags[row] |= SEEN;
+        slots[marked] = slot;
+        sums[0] += counts[slot] == 0;
+        sums[1] += tier->holds[slot] == 0 && tier->transfers[slot] == 0;
+    }
+    for (int64_t i = 0; i < marked; i++)
+        ix->flags[rows[i]] &= (uint8_t)~SEEN;
+    return marked == count;
+}
+
+/* After it: the session holds them once more. generations[i] become theirs; `turned` those that it did not hold before. Answers how many
+ * these are. */
+int64_t kvstore_hold(
+    const Tier *tier, uint16_t *counts, const int32_t *slots, int64_t count, uint32_t *generations, int32_t *turned)
+{
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t slot = slots[i];
+        generations[i] = tier->generation[slot];
+        tier->holds[slot]++;
+        turned[first] = slot;
+        first += counts[slot]++ == 0;
+    }
+    return first;
+}
+
+/* Set or clear the bits of these numbers. */
+void kvstore_mark(uint8_t *bits, const uint32_t *numbers, int64_t count, int32_t on)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t bit = (uint8_t)(1u << (numbers[i] & 7));
+        bits[numbers[i] >> 3] = on ? bits[numbers[i] >> 3] | bit : bits[numbers[i] >> 3] & (uint8_t)~bit;
     }
 }

@@ -69,7 +69,7 @@ def load_model(folder: Path | None = None, dtype: torch.dtype | None = None) -> 
     attention.register()
     place = bundled.bundled_folder() if folder is None else folder
     if not (place / "config.json").is_file():
-        raise ConfigError(f"model {place}: no config.json there; give a folder that Hugging Face's save_pretrained wrote")
+        raise ConfigError(f"model {place}: no config.json there; give a folder that save_pretrained wrote: nothing is downloaded")
     names = [place / name for name in _TOKENIZER_FILES if (place / name).is_file()]
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", local_files_only=True)

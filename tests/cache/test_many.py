@@ -75,7 +75,7 @@ def nothing_is_held(cache: Cache) -> None:
     figures = cache.stats().tiers[Tier.DRAM]
     assert figures.held_bytes == 0
     assert figures.class_bytes["reserved"] == figures.class_bytes["orphaned"] == 0
-    assert not cache.state.writers
+    assert not cache.state.writer.any()
     assert cache.state.index.used == 0
 
 
@@ -90,7 +90,7 @@ def test_a_lost_sessions_slots_are_orphans_until_its_process_is_gone(cache: Cach
     cache.session_lost(1, "its stream broke")
     cache.drain()
     assert violations(cache.state) == []
-    assert not cache.state.writers, "its keys are free at once"
+    assert not cache.state.writer.any(), "its keys are free at once"
     assert cache.stats().tiers[Tier.DRAM].class_bytes["orphaned"] == 2 * COUNT * (1 + 2) * UNIT
     cache.process_gone(1)
     nothing_is_held(cache)

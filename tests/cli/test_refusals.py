@@ -67,3 +67,12 @@ def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_unknown_flag_is_told_with_the_command_s_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lookup", "--tokens", "-", "--tensor", "4"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("usage: kvstore lookup ")
+    assert "unrecognized arguments: --tensor 4" in said

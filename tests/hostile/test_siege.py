@@ -22,7 +22,8 @@ def test_besieged_the_daemon_lives_keeps_its_size_and_serves_the_others(tmp_path
     assert outcome.bystander_read_share > 0.9
     assert outcome.bystander_slowest_s < SLOWEST_S
     assert outcome.resident_bytes[-1] - outcome.resident_bytes[1] < MOST_GROWTH_BYTES
-    for kind in ("OpenNamespace", "JoinGroup", "Lookup", "Read", "Write", "Prefetch", "Pin", "Unpin", "Clear", "Stats", "Watch"):
+    calls = ("OpenNamespace", "JoinGroup", "Lookup", "Read", "Write", "Prefetch", "Pin", "Unpin", "Clear", "Stats", "Watch")
+    for kind in (*calls, "ListNamespaces", "Explain"):
         assert outcome.statuses[f"{kind} OK"], f"no {kind} was right: it is attacked at its door only"
     for kind in ("stored", "exists", "in_flight", "bad_slot", "bad_key", "limit"):
         assert outcome.statuses[f"op slots {kind}"], f"no slot was answered {kind}"

@@ -11,6 +11,8 @@ import pytest
 from kvstore.cache import invariants
 from kvstore.cache.core import Cache
 from kvstore.cache.messages import (
+    Acquire,
+    Acquired,
     Attach,
     Commit,
     Committed,
@@ -34,15 +36,15 @@ STEPS = 60  # of one program
 pytestmark = pytest.mark.skipif(library() is None, reason="the compiled library was not built, or is switched off")
 
 
-def caches() -> tuple[Cache, Cache]:
-    """One that publishes in C, and one that does not."""
+def caches(verify: str) -> tuple[Cache, Cache]:
+    """One that publishes and leases in C, and one that does not."""
     made = []
     for compiled in (True, False):
-        cache = Cache(CacheSizes(160 * UNIT, nvme_bytes=160 * UNIT, dram_extent_bytes=16 * UNIT, index_blocks=400, verify="read"))
+        cache = Cache(CacheSizes(160 * UNIT, nvme_bytes=160 * UNIT, dram_extent_bytes=16 * UNIT, index_blocks=400, verify=verify))
         for namespace, units in ((SMALL, 1), (LARGE, 2)):
             assert cache.open_namespace(NamespaceSpec(TENANT, bytes([namespace]) * 32, units, units * UNIT)) == namespace
         cache.attach(Attach(1, TENANT), 0.0)
-        cache.attach(Attach(2, TENANT), 0.0)
+        cache.attach(Attach(2, TENANT, limit_bytes=24 * UNIT), 0.0)
         if not compiled:
             cache.state.index.native = None
         made.append(cache)
@@ -57,7 +59,8 @@ def arrays_of(cache: Cache) -> list[object]:
     leases = [lease for each in state.sessions.values() for lease in each.leases.values()]
     held = [(lease.id, lease.slots, lease.generations, lease.granted) for lease in leases]
     sessions = [(each.reserved, each.held_bytes, each.counts.tolist()) for each in state.sessions.values()]
-    books = dram.bytes_in, dram.held_bytes, dram.blocks, dict(state.counters), len(state.to_write), len(state.to_sum), state.writers
+    queues = len(state.to_write), len(state.to_sum), np.flatnonzero(state.writer).tolist()
+    books = dram.bytes_in, dram.held_bytes, dram.blocks, dict(state.counters), queues, dram.transfers.tolist()
     return [array.tolist() for array in (*links, *slots)] + [held, sessions, books, sorted(index.table.tolist())]
 
 
@@ -66,15 +69,16 @@ class Writer:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.pair = caches()
+        self.pair = caches("read" if seed % 2 else "transfer")
         self.free: list[tuple[int, int, int]] = []  # anonymous slots: namespace, unit, generation
         self.known = [bytes(32)]
         self.leases: list[int] = []
+        self.acquired: list[tuple[int, int]] = []  # session and lease
         self.stored: dict[int, list[bytes]] = {SMALL: [], LARGE: []}  # keys by namespace
-        self.as_one = 0  # packed commits that were done as one
+        self.as_one = 0  # packed commits, and leases, that were done as one
         self.ids = iter(range(1, 1 << 20))
 
-    def both(self, request: Reserve | Commit | CommitEach | Release) -> object:
+    def both(self, request: Reserve | Commit | CommitEach | Release | Acquire) -> object:
         """What both answer."""
         answers = []
         for cache in self.pair:
@@ -87,6 +91,8 @@ class Writer:
                     answers.append(cache.commit_each(request))
                 case Release():
                     answers.append(told(cache.release(request)))
+                case Acquire():
+                    answers.append(told(cache.acquire(request, 0.0)))
         assert answers[0] == answers[1]
         return answers[0]
 
@@ -170,9 +176,26 @@ class Writer:
             codes = looked if isinstance(looked, Refused) else looked.tiers[0][: looked.blocks].tobytes()
             assert [cache.leading(TENANT, namespace, b"".join(asked)) for cache in self.pair] == [codes, codes]
 
+    def acquire(self) -> None:
+        """A run of what was committed, mostly still there, now and then with something twice or new in it."""
+        namespace = self.chance.choice((SMALL, LARGE))
+        stored = self.stored[namespace]
+        if not stored:
+            return
+        first = self.chance.randrange(len(stored))
+        asked = stored[first : first + self.chance.randrange(1, 12)]
+        if self.odd(4):
+            asked.insert(self.chance.randrange(len(asked) + 1), self.chance.choice([stored[first], self.chance.randbytes(32)]))
+        session, lease = self.chance.choice((1, 1, 2)), next(self.ids)
+        answer = self.both(Acquire(session, lease, unpack_hashes(b"".join(asked)), 1.0, namespace))
+        self.as_one += isinstance(answer, Acquired) and answer.expected == len(asked) and not self.pair[0].state.verifies_hits
+        self.acquired.append((session, lease))
+
     def release(self) -> None:
         for _ in range(min(len(self.leases), self.chance.randrange(8))):
             self.both(Release(1, self.leases.pop(self.chance.randrange(len(self.leases)))))
+        for _ in range(min(len(self.acquired), self.chance.randrange(4))):
+            self.both(Release(*self.acquired.pop(self.chance.randrange(len(self.acquired)))))
 
 
 def told(answer: object) -> object:
@@ -186,11 +209,12 @@ def told(answer: object) -> object:
 def test_compiled_and_plain_publishing_are_the_same_after_any_sequence(seed: int) -> None:
     writer = Writer(seed)
     for _ in range(STEPS):
-        writer.chance.choice((writer.reserve, writer.commit_each, writer.commit_chain, writer.release))()
+        writer.chance.choice((writer.reserve, writer.commit_each, writer.commit_chain, writer.acquire, writer.release))()
         writer.look()
         compiled, plain = (arrays_of(cache) for cache in writer.pair)
         assert compiled == plain
         for cache in writer.pair:
             assert [broken for rule in invariants.RULES for broken in invariants.check(cache.state, rule)] == []
-            cache.drain()
+        granted = [[str(decision) for decision in cache.drain()] for cache in writer.pair]
+        assert granted[0] == granted[1]
     assert writer.as_one
