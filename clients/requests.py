@@ -155,16 +155,17 @@ def explain(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, i
 
 def acquire(lease: int, namespace_id: int, hashes: bytes, timeout_s: float, prompt: Prompt | None = None, *, pool: int = 0) -> pb.Op:
     """Lease the leading blocks, and with a prompt a partial tail; one that is too long for a call is left out."""
-    op = pb.Acquire(lease=lease, namespace_id=namespace_id, hashes=hashes, timeout_s=timeout_s)
+    op = pb.Op(acquire={"lease": lease, "namespace_id": namespace_id, "hashes": hashes, "timeout_s": timeout_s}, pool=pool)
     if prompt is not None and 0 < len(prompt.tokens) <= MAX_TOKENS_PER_CALL:
         checked_parent(prompt.root)
-        op.token_ids, op.root = hashing.token_bytes(prompt.tokens), prompt.root
-    return pb.Op(acquire=op, pool=pool)
+        op.acquire.token_ids, op.acquire.root = hashing.token_bytes(prompt.tokens), prompt.root
+    return op
 
 
 def reserve(reservation: int, namespace_id: int, *, count: int = 0, hashes: bytes = b"", pool: int = 0) -> pb.Op:
     """Slots for known hashes, or so many anonymous ones."""
-    return pb.Op(reserve=pb.Reserve(reservation=reservation, namespace_id=namespace_id, count=count, hashes=hashes), pool=pool)
+    facts = {"reservation": reservation, "namespace_id": namespace_id, "count": count, "hashes": hashes}
+    return pb.Op(reserve=facts, pool=pool)
 
 
 def commit(
@@ -172,9 +173,8 @@ def commit(
 ) -> pb.Op:
     """Publish filled slots (units, generations). `parents` is one hash for a chain, or one a block; `token_ids` all of theirs, packed."""
     units, generations = (np.ascontiguousarray(words, "<u4").tobytes() for words in slots)
-    op = pb.Commit(lease=lease, namespace_id=namespace_id, units=units, generations=generations, hashes=hashes, parents=parents)
-    op.token_ids = token_ids
-    return pb.Op(commit=op, pool=pool)
+    facts = {"lease": lease, "namespace_id": namespace_id, "units": units, "generations": generations, "token_ids": token_ids}
+    return pb.Op(commit={**facts, "hashes": hashes, "parents": parents}, pool=pool)  # a message of its own would be copied
 
 
 def abandon(reservation: int, slots: tuple[Words, Words] | None = None, *, pool: int = 0) -> pb.Op:

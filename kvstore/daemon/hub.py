@@ -98,7 +98,7 @@ class Hub:
         if self.pools is not None:
             self._settle_pools(self.pools)
         if self.transfers is not None:
-            self.transfers.kick()
+            self.transfers.kick_soon()
 
     def _settle_pools(self, pools: Pools) -> None:
         if pools.settle():

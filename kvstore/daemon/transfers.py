@@ -36,14 +36,22 @@ class Transfers:
         self._mover = Mover(limits, namespaces, pulls)
         self._lanes = Lanes(limits.lanes, copier.run, self._deliver)
         self._wake: asyncio.TimerHandle | None = None
+        self._due = False  # whether a kick is to come
         self._stopped = False
 
     def add(self, decision: StartRead | StartVerify | StartDelete | AssignExtent) -> None:
-        """Queue one decision; `kick` starts it."""
+        """Queue one decision; `kick` starts it, or `kick_soon`."""
         self._mover.add(decision)
+
+    def kick_soon(self) -> None:
+        """`kick` once what is ready to run by now has run: an answer that waits to be sent leaves first."""
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self.kick)
 
     def kick(self) -> None:
         """Start whatever can be started now."""
+        self._due = False
         if self._stopped:
             return
         now = self._loop.time()
