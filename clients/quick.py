@@ -33,13 +33,20 @@ class Way:
 
     def message(self, request: pb.LookupRequest) -> tuple[bytes, bytes] | None:
         """What is sent for a request, in two pieces; None where gRPC is to be asked."""
-        return None if request.group else self.packed(request.namespace_id, request.epoch, request.hashes)
+        if request.group or not self._open:  # before the hashes are copied
+            return None
+        return self.packed(request.namespace_id, request.epoch, request.hashes)
 
     def packed(self, namespace_id: int, epoch: str, hashes: bytes) -> tuple[bytes, bytes] | None:
         """`message` of a request about one namespace."""
-        if not self.path or len(epoch) > EPOCH_BYTES or time.monotonic() < self._again_at or self._pid != os.getpid():
-            return None  # of another process: a connection must not be two processes'
+        if not self._open or len(epoch) > EPOCH_BYTES:
+            return None
         return REQUEST.pack(MAGIC, namespace_id, len(hashes) // 32, epoch.encode()), hashes
+
+    @property
+    def _open(self) -> bool:
+        """Whether it can be tried now, in the process that made it: a connection must not be two processes'."""
+        return bool(self.path) and time.monotonic() >= self._again_at and self._pid == os.getpid()
 
     def reply(self, request: pb.LookupRequest, status: int, body: bytes) -> pb.LookupReply:
         """The service's reply in an answer. Raises what the service would."""
