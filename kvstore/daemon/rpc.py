@@ -110,7 +110,8 @@ class Edge:
                 log.exception("%s: unexpected", method)
                 code, text = status_of(errors.InternalFault(f"{error!r}; please report it"))
             finally:
-                self._meter.call_ended(method, code.name, time.monotonic() - started_at)
+                seconds = time.monotonic() - started_at
+                asyncio.get_running_loop().call_soon(self._meter.call_ended, method, code.name, seconds)  # after the answer has left
             try:
                 return await context.abort(code, text)
             except grpc.aio.InternalError as error:  # likewise

@@ -97,11 +97,10 @@ class Service(KVStoreServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupReply:  # noqa: N802
         self._check_epoch(request.epoch)
-        tenant, group = tenant_of(context), wire.text_of(request.group, "group")
-        if not group:
-            codes = self._leading(tenant, request.namespace_id, request.hashes)
+        if not request.group:
+            codes = self._leading(tenant_of(context), request.namespace_id, request.hashes)
             return pb.LookupReply(epoch=self._hub.epoch, blocks=len(codes), tiers=[codes])
-        found = self._lookup(tenant, request.namespace_id, group, request.hashes)
+        found = self._lookup(tenant_of(context), request.namespace_id, wire.text_of(request.group, "group"), request.hashes)
         return pb.LookupReply(epoch=self._hub.epoch, blocks=found.blocks, tiers=[tiers.tobytes() for tiers in found.tiers])
 
     def look(self, namespace_id: int, epoch: str, hashes: bytes) -> bytes:
