@@ -16,6 +16,7 @@ from kvstore.cache.messages import (
     BlockOutcome,
     Claimed,
     Commit,
+    Committed,
     Done,
     EndReason,
     Granted,
@@ -154,6 +155,18 @@ def test_what_the_daemon_answers_the_client_reads() -> None:
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, errors.LimitExceeded)
     assert str(failed.error) == "too many"
+
+
+def test_a_commits_answer_names_the_shared_slot_also_where_it_is_the_arenas_first() -> None:
+    outcomes, none = np.array([BlockOutcome.EXISTS, BlockOutcome.STORED], np.uint8), np.zeros(2, np.uint32)
+    shared = read_answer(wire.reply_of(Committed(6, outcomes, none, np.array([9, 0], np.uint32)), 6))
+    assert isinstance(shared, Slotted)
+    assert (shared.units.tolist(), shared.generations.tolist()) == ([0, 0], [9, 0])
+    alone = wire.reply_of(Committed(6, outcomes, none, none), 6)
+    assert not alone.slots.units and not alone.slots.generations
+    left_out = read_answer(alone)
+    assert isinstance(left_out, Slotted)
+    assert (left_out.units.tolist(), left_out.generations.tolist()) == ([0, 0], [0, 0])
 
 
 def test_an_acquires_wait_is_cut_to_what_the_daemon_allows() -> None:
