@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvstore.cache.index import IN_FLIGHT
 from kvstore.cache.messages import Hashes, Tier
 from kvstore.cache.state import State
+from kvstore.cache.story import NO_BLOCK
 
 CENSUS_ROWS = 65_536  # rows that a piece of a census goes over: under a millisecond
 
@@ -30,10 +31,14 @@ def why_missing(state: State, namespace: int, hashes: Hashes, first: int) -> Rea
     row = int(state.index.find(namespace, hashes[first : first + 1])[0])
     if row and state.index.flags_at[row] & IN_FLIGHT:
         return Reason.BEING_WRITTEN
-    told = state.story.last(namespace, hashes[first : first + 1, 0])
+    word = hashes[first : first + 1, 0]
+    told = state.story.last(namespace, word)
+    if told == "commit":  # it left with many others, of which not each is told: all of them were cleared, or evicted
+        cleared = state.story.last(namespace, np.append(word, np.uint64(NO_BLOCK))) == "clear"
+        told = "clear" if cleared else "evict"
     if not told and state.story.last(namespace, hashes[first + 1 :, 0]) == "evict":
         told = "evict"
-    return {"evict": Reason.EVICTED, "commit": Reason.REMOVED, "remove": Reason.REMOVED}.get(told, Reason.NOT_STORED)
+    return {"evict": Reason.EVICTED, "clear": Reason.REMOVED, "remove": Reason.REMOVED}.get(told, Reason.NOT_STORED)
 
 
 def census(state: State) -> Iterator[dict[Tier, NDArray[np.int64]]]:

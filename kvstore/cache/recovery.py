@@ -16,6 +16,7 @@ from kvstore.cache.leaving import take_out_many
 from kvstore.cache.messages import UNIT_BYTES, ClearFinished, Hashes, NoticeKind, Recovered, Tier, Units
 from kvstore.cache.slots import SUSPECT, SlotIds, SlotState, SlotTable
 from kvstore.cache.state import State
+from kvstore.cache.story import NO_BLOCK
 from kvstore.native.records import WordSet
 
 CLEAR_ROWS = 8192  # rows that a piece of a clear goes over: some 8 ms where all are blocks
@@ -201,6 +202,7 @@ def clear(state: State, clear_id: int, namespaces: tuple[int, ...], elsewhere: E
     else:
         state.decide(ClearFinished(clear_id))
     for namespace in namespaces:
+        state.story.tell(namespace, NO_BLOCK, "clear", cleared.blocks)
         state.notice(NoticeKind.CLEARED, None, 0, namespace)
     return cleared
 

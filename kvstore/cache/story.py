@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 RING_EVENTS = 16_384  # 36 bytes each: 576 KiB; some minutes of a busy daemon
 
+NO_BLOCK = 0  # in the place of a block's word: what is told is about all of its namespace
+
 _EVENT = np.dtype([("number", "<u8"), ("word", "<u8"), ("what", "S8"), ("a", "<i4"), ("b", "<i4"), ("namespace", "<i4")])
 _PACKED = struct.Struct("<QQ8siii")  # an event as one; writing a row of the array takes twice as long
 

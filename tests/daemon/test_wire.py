@@ -163,7 +163,7 @@ def test_a_commits_answer_names_the_shared_slot_also_where_it_is_the_arenas_firs
     assert isinstance(shared, Slotted)
     assert (shared.units.tolist(), shared.generations.tolist()) == ([0, 0], [9, 0])
     alone = wire.reply_of(Committed(6, outcomes, none, none), 6)
-    assert not alone.slots.units and not alone.slots.generations
+    assert (alone.slots.units, alone.slots.generations) == (b"", b"")
     left_out = read_answer(alone)
     assert isinstance(left_out, Slotted)
     assert (left_out.units.tolist(), left_out.generations.tolist()) == ([0, 0], [0, 0])
