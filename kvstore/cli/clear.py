@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
         cleared = client.clear(namespace)
     print(f"cleared {cleared.blocks} blocks: {format_bytes(cleared.dram_bytes)} in dram, {format_bytes(cleared.nvme_bytes)} on nvme")
-    if namespace and not cleared.blocks:
+    if namespace and not cleared.blocks and not args.namespace:
         print("the namespace was empty; see that the identity, geometry and shard are those of the engine", file=sys.stderr)
     if cleared.held_blocks:
         print(f"{cleared.held_blocks} of them are still read by attached processes: nobody finds them any more, their memory follows")

@@ -1,20 +1,29 @@
 """`kvstore lookup`: how much of a sequence is stored, and where."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore.cli.model_arguments import add_namespace_arguments, opened
-from kvstore.errors import ConfigError
-from kvstore.hashing import HASH_BYTES, usable_blocks
+from kvstore.errors import ConfigError, InvalidArgument
+from kvstore.hashing import HASH_BYTES, Identity, usable_blocks
 
+if TYPE_CHECKING:
+    from kvstore.clients.handles import Namespace
+
+OWN_NAMES = ("sglang-", "vllm-offload-")  # how the formats of engines begin that name blocks by hashes of their own
 NAME = "lookup"
 HELP = """How many leading blocks of a sequence are stored, and in which tier each is; as JSON.
 
-Takes no lease and moves nothing. `kvstore explain`, with the same arguments, says why no more is found.
+Takes no lease and moves nothing. `kvstore explain`, with the same arguments, says why no more is found. Tokens are of a prompt without
+adapter and salt, unless those are given. SGLang and vLLM's offloading tier name blocks themselves: of theirs only hashes can be asked for.
 
   kvstore lookup --namespace 3f2a --tokens prompt.txt                    one that `kvstore namespaces` lists
   kvstore lookup --identity identity.json --geometry config.json --tokens prompt.txt
@@ -27,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sequence = parser.add_mutually_exclusive_group(required=True)
     sequence.add_argument("--tokens", metavar="FILE", help="token ids, as JSON or separated by spaces or commas; - reads standard input")
     sequence.add_argument("--hashes", metavar="FILE", help="block hashes in hexadecimal, one a line; - reads standard input")
+    parser.add_argument("--adapter", metavar="DIGEST", help="with --tokens: the adapter that the request uses, as its engine names it")
+    parser.add_argument("--salt", help="with --tokens: the request's salt")
     add_namespace_arguments(parser)
 
 
@@ -39,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         namespace = opened(client, args)
         geometry = namespace.geometry
         asked = usable_blocks(len(tokens), geometry.block_tokens) if tokens is not None else len(hashes or b"") // HASH_BYTES
-        found = client.lookup(namespace, hashes, tokens=tokens)
+        found = client.lookup(namespace, hashes, tokens=tokens, identity=identity_in(namespace, args))
     report = {
         "namespace": namespace.digest.hex(),
         "blocks": found.blocks,
@@ -53,30 +64,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sequence_of(args: argparse.Namespace) -> tuple[bytes | None, list[int] | None]:
-    """The hashes or the tokens that the arguments name, one of them. Raises ConfigError."""
+    """The hashes or the tokens that the arguments name, one of them. Raises ConfigError, InvalidArgument."""
+    if args.hashes and (args.adapter is not None or args.salt is not None):
+        raise InvalidArgument("--hashes are of one adapter and salt already; leave out --adapter and --salt")
     return (_hashes(_text(args.hashes)), None) if args.hashes else (None, _tokens(_text(args.tokens)))
+
+
+def identity_in(namespace: Namespace, args: argparse.Namespace) -> Identity:
+    """The namespace's, with the adapter and salt that the arguments name. Raises InvalidArgument where tokens do not tell blocks' names."""
+    form = namespace.geometry.format
+    if args.tokens and form.startswith(OWN_NAMES):
+        raise InvalidArgument(f"--tokens: blocks of {form} are named by hashes of the engine's own; give those with --hashes")
+    given = {name: value for name, value in (("adapter", args.adapter), ("salt", args.salt)) if value is not None}
+    return replace(namespace.identity, **given)
 
 
 def _text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: no text ({error}); give a file of text") from error
 
 
 def _tokens(text: str) -> list[int]:
-    words = re.split(r"[\s,\[\]]+", text.strip("[] \n\t,"))
-    try:
-        return [int(word) for word in words if word]
-    except ValueError as error:
-        raise ConfigError(f"--tokens: {error}; give token ids, not text") from error
+    words = [word for word in re.split(r"[\s,\[\]]+", text) if word]
+    wrong = next((word for word in words if not re.fullmatch(r"-?[0-9]{1,20}", word)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"--tokens: {wrong[:40]!r} is no token id; give token ids, not text: those that the model's tokenizer makes of it"
+        )
+    return [int(word) for word in words]
 
 
 def _hashes(text: str) -> bytes:
     try:
         hashes = [bytes.fromhex(line) for line in text.split()]
     except ValueError as error:
-        raise ConfigError(f"--hashes: {error}; give 64 hexadecimal digits a line") from error
+        raise ConfigError("--hashes: a line is not hexadecimal; give 64 hexadecimal digits a line") from error
     if any(len(each) != HASH_BYTES for each in hashes):
         raise ConfigError("--hashes: a line is no hash; give 64 hexadecimal digits a line")
     return b"".join(hashes)

@@ -77,7 +77,8 @@ def identity_of(args: argparse.Namespace) -> Identity:
 def geometry_of(args: argparse.Namespace) -> Geometry:
     """The geometry that the arguments name. Raises ConfigError, GeometryError."""
     if not args.geometry:
-        raise ConfigError("--geometry is missing; give the JSON of a geometry, or a model's config.json")
+        missing = "--geometry is missing" if args.identity else "no namespace is named"
+        raise ConfigError(f"{missing}; give --namespace with a digest of `kvstore namespaces`, or --identity and --geometry")
     facts = _json(args.geometry)
     if "kv_dtype" in facts:
         return Geometry.from_fields(facts)
@@ -87,8 +88,10 @@ def geometry_of(args: argparse.Namespace) -> Geometry:
 def _json(path: str) -> dict[str, Any]:
     try:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a file of JSON") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}; give a file of JSON") from error
     if not isinstance(facts, dict):
-        raise ConfigError(f"{path}: a JSON object is needed")
+        raise ConfigError(f'{path}: no JSON object; give one, as in {{"model": ...}}')
     return facts

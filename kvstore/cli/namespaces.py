@@ -17,6 +17,8 @@ HELP = """What is stored, by namespace: each model, dtype, layout and shard has 
 
 The digest, or the beginning of it, names a namespace for `kvstore lookup`, `explain` and `clear`; --json shows every fact that it is of."""
 DIGITS = 12  # hexadecimal digits of a digest: two never begin alike, and they can be typed
+FORMAT_CHARS = 24  # characters of an engine's layout: it begins with the engine
+REVISION_CHARS = 12  # characters of a revision: of a commit as many as tell it from another
 MODEL_CHARS = 40  # characters of a model's name: the end of a path says which it is
 
 
@@ -50,13 +52,24 @@ def _facts(each: pb.NamespaceStats) -> dict[str, object]:
 
 def _table(found: list[pb.NamespaceStats]) -> list[str]:
     tiers = sorted({tier for each in found for tier in each.blocks}) or ["dram"]
-    head = f"{'namespace':<{DIGITS}}  {'dtype':<10}{'block':>6}  {'format':<12}{'shard':<9}"
-    lines = [head + "".join(f"{tier:>12}" for tier in tiers) + "  model"]
+    rows = [["namespace", "dtype", "block", "format", "shard", *tiers, "revision", "model"]]
     for each in found:
         facts = {name: shown(value) for name, value in each.facts.items()}
-        shard = "/".join(filter(None, (facts["shard"], facts["group"]))) or "-"
-        line = f"{each.digest.hex()[:DIGITS]}  {facts['kv_dtype']:<10}{facts['block_tokens']:>6}  {facts['format']:<12}{shard:<9}"
-        sizes = "".join(f"{format_bytes(each.blocks.get(tier, 0) * each.slot_bytes):>12}" for tier in tiers)
-        model = facts["model"] if len(facts["model"]) <= MODEL_CHARS else f"…{facts['model'][-MODEL_CHARS:]}"
-        lines.append(f"{line}{sizes}  {model or '-'}")
-    return lines
+        shard = "/".join(filter(None, (facts["shard"], facts["group"])))
+        sizes = [format_bytes(each.blocks.get(tier, 0) * each.slot_bytes) for tier in tiers]
+        model, wide = facts["model"], MODEL_CHARS
+        names = [_begins(facts["format"], FORMAT_CHARS), _begins(shard, FORMAT_CHARS)]
+        last = [_begins(facts["revision"], REVISION_CHARS), model if len(model) <= wide else f"…{model[-wide:]}"]
+        rows.append([each.digest.hex()[:DIGITS], facts["kv_dtype"], facts["block_tokens"], *names, *sizes, *last])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(_padded(row, widths, {2, *range(5, 5 + len(tiers))})).rstrip() for row in rows]
+
+
+def _padded(row: list[str], widths: list[int], numbers: set[int]) -> list[str]:
+    """The cells, each as wide as its column; those of numbers end alike."""
+    cells = enumerate(zip(row, widths, strict=True))
+    return [cell.rjust(width) if column in numbers else (cell or "-").ljust(width) for column, (cell, width) in cells]
+
+
+def _begins(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"

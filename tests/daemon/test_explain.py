@@ -189,16 +189,61 @@ def test_a_person_finds_out_why(daemon: DaemonProcess, tmp_path: Path, capsys: p
     (tmp_path / "prompt").write_text(json.dumps(prompt))
     assert main(["namespaces", *at]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if line.startswith(there.digest.hex()[:12])).split()[-2:] != []
+    assert next(line for line in lines if line.startswith(there.digest.hex()[:12])).split()[-2:] == ["new", IDENTITY.model]
     assert main(["explain", *at, "--namespace", here.digest.hex()[:12], "--tokens", str(tmp_path / "prompt")]) == 0
     told = capsys.readouterr().out
     assert "0 of 6 blocks (0 tokens) are found\nblock 0 is not" in told
-    assert f'6 blocks ({6 * BLOCK_TOKENS} tokens) are found in namespace {there.digest.hex()[:12]}, where\n' in told
+    assert f"6 blocks ({6 * BLOCK_TOKENS} tokens) are found in namespace {there.digest.hex()[:12]}, where\n" in told
     assert f'  revision is "new", here it is "{IDENTITY.revision}"\n' in told
     assert main(["lookup", *at, "--namespace", there.digest.hex()[:12], "--tokens", str(tmp_path / "prompt")]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"] == 6
     assert main(["clear", *at, "--namespace", there.digest.hex(), "--yes"]) == 0
     assert "cleared 6 blocks" in capsys.readouterr().out
+
+
+def test_a_salt_at_the_terminal(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: list[int]) -> None:
+    with KVClient(daemon.address) as client:
+        salted = client.open_namespace(replace(IDENTITY, salt="mine"), GEOMETRY)
+        store(client, salted, prompt)
+    asked = ["--address", daemon.address, "--namespace", salted.digest.hex(), "--tokens", str(tmp_path / "prompt")]
+    (tmp_path / "prompt").write_text(json.dumps(prompt))
+    assert main(["explain", *asked]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("0 of 6 blocks")
+    assert "add --adapter or --salt" in told
+    assert main(["explain", *asked, "--salt", "mine"]) == 0
+    assert capsys.readouterr().out.startswith("6 of 6 blocks")
+    assert main(["lookup", *asked, "--salt", "mine"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks"] == 6
+
+
+def test_tokens_do_not_tell_the_names_that_an_engine_gives(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: list[int]
+) -> None:
+    form = "sglang-0.5.1/layer_first/flat/and-so-on"
+    with KVClient(daemon.address) as client:
+        namespace = client.open_namespace(IDENTITY, replace(GEOMETRY, format=form, opaque_block_bytes=4096))
+    at = ["--address", daemon.address]
+    (tmp_path / "prompt").write_text(json.dumps(prompt))
+    for command in ("explain", "lookup"):
+        assert main([command, *at, "--namespace", namespace.digest.hex(), "--tokens", str(tmp_path / "prompt")]) == 2
+        assert f"blocks of {form} are named by hashes of the engine's own" in capsys.readouterr().err
+    assert main(["namespaces", *at]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = {line.rstrip().rindex(" ") for line in lines}  # the last column's, though names are of any length
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(("text", "says"), [("Once upon", "'Once' is no token id"), ('[1, "x"]', "is no token id"), (None, "No such file")])
+def test_a_prompt_s_file_that_holds_none(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / "prompt").write_text(text)
+    assert main(["explain", "--address", daemon.address, "--namespace", "abcd", "--tokens", str(tmp_path / "prompt")]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
 
 
 def test_json_for_programs(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: list[int]) -> None:
@@ -223,6 +268,7 @@ def test_json_for_programs(daemon: DaemonProcess, tmp_path: Path, capsys: pytest
         (["--namespace", "ab"], "4 to 64 hexadecimal digits"),
         (["--namespace", "abcd", "--shard", "tp0/2"], "leave out --shard"),
         (["--dtype", "float16"], "give --identity and --geometry"),
+        (["--identity", "/dev/null"], "give a file of JSON"),
     ],
 )
 def test_a_namespace_that_is_not_named_right(
