@@ -64,8 +64,18 @@ def stats() -> Steps[pb.StatsReply]:
 
 
 def namespaces() -> Steps[pb.ListNamespacesReply]:
-    """All that there are."""
-    return cast(pb.ListNamespacesReply, (yield from persistent(lambda: _one(Call("ListNamespaces", pb.ListNamespacesRequest())))))
+    """All that there are, in however many replies they come."""
+
+    def attempt() -> Steps[pb.ListNamespacesReply]:
+        listed: pb.ListNamespacesReply = yield Call("ListNamespaces", pb.ListNamespacesRequest())
+        while listed.more_after:
+            rest = pb.ListNamespacesRequest(epoch=listed.epoch, after=listed.more_after)
+            more: pb.ListNamespacesReply = yield Call("ListNamespaces", rest)
+            listed.namespaces.extend(more.namespaces)
+            listed.more_after = more.more_after
+        return listed
+
+    return (yield from persistent(attempt))
 
 
 def explain(namespace: Namespace, request: pb.ExplainRequest) -> Steps[pb.ExplainReply]:

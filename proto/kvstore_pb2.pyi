@@ -694,8 +694,12 @@ class WatchEvent(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., sequence: _Optional[int] = ..., kind: _Optional[str] = ..., namespace_id: _Optional[int] = ..., digest: _Optional[bytes] = ..., tier: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("epoch", "after")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    after: int
+    def __init__(self, epoch: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("digest", "facts", "keep", "tails", "slot_bytes", "blocks")
@@ -728,12 +732,14 @@ class NamespaceStats(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., facts: _Optional[_Mapping[str, str]] = ..., keep: _Optional[_Union[Keep, _Mapping]] = ..., tails: _Optional[bool] = ..., slot_bytes: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListNamespacesReply(_message.Message):
-    __slots__ = ("epoch", "namespaces")
+    __slots__ = ("epoch", "namespaces", "more_after")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    MORE_AFTER_FIELD_NUMBER: _ClassVar[int]
     epoch: str
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
-    def __init__(self, epoch: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ...) -> None: ...
+    more_after: int
+    def __init__(self, epoch: _Optional[str] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., more_after: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("namespace_id", "epoch", "hashes", "token_ids", "adapter", "salt")

@@ -19,7 +19,7 @@ from kvstore.cache.messages import HASH_BYTES, MAX_BLOCKS_PER_BATCH, Looked, Ref
 from kvstore.config import Settings
 from kvstore.daemon import wire
 from kvstore.daemon.byte_calls import ByteCalls, in_time
-from kvstore.daemon.explaining import Asked, explain, list_namespaces
+from kvstore.daemon.explaining import Asked, Few, explain, list_namespaces
 from kvstore.daemon.hub import Hub
 from kvstore.daemon.namespaces import KnownNamespace
 from kvstore.daemon.rpc import UNIX_TENANT, tenant_of
@@ -44,6 +44,7 @@ class Service(KVStoreServicer):
         """`remember` returns when a namespace's facts are on disk; `health` answers every tier's."""
         self.block_counts: Counter[tuple[str, str]] = Counter()  # by operation and outcome
         self.bytes = ByteCalls(hub, dram.memory)
+        self._wondering = Few()
         self._hub = hub
         self._dram = dram
         self._settings = settings
@@ -239,11 +240,15 @@ class Service(KVStoreServicer):
             hub.notices.forget(watcher)
 
     async def ListNamespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesReply:  # noqa: N802
-        return await list_namespaces(self._hub, tenant_of(context))
+        if request.after:
+            self._check_epoch(request.epoch)
+        async with self._wondering.one():
+            return await list_namespaces(self._hub, tenant_of(context), request.after)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:  # noqa: N802
-        namespace = self._namespace(request.epoch, request.namespace_id, context)
-        return await explain(self._hub, namespace, Asked.of(request))
+        namespace, asked = self._namespace(request.epoch, request.namespace_id, context), Asked.of(request)
+        async with self._wondering.one():
+            return await explain(self._hub, namespace, asked)
 
     # ----
 
