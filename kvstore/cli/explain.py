@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         for each, place in zip(facts["elsewhere"], reply.elsewhere, strict=True):
-            each["digest"] = place.digest.hex()
+            each["digest"], each["tokens"] = place.digest.hex(), place.tokens  # of 64 bits, which JSON in protobuf writes as text
         print(json.dumps(facts, indent=2))
     else:
         print("\n".join(_told(reply, namespace.geometry.block_tokens, known.get(namespace.digest, {}), identity if args.tokens else None)))

@@ -254,7 +254,8 @@ def test_json_for_programs(daemon: DaemonProcess, tmp_path: Path, capsys: pytest
     (tmp_path / "prompt").write_text(json.dumps(prompt))
     assert main(["explain", *at, "--namespace", here.digest.hex(), "--tokens", str(tmp_path / "prompt")]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["reason"], told["elsewhere"][0]["differs"]) == ("not_stored", {"shard": "tp0/2"})
+    place = told["elsewhere"][0]
+    assert (told["reason"], place["differs"], place["tokens"]) == ("not_stored", {"shard": "tp0/2"}, BLOCK_TOKENS)
     assert main(["namespaces", *at]) == 0
     listed = {each["digest"]: each for each in json.loads(capsys.readouterr().out)}
     assert listed[told["elsewhere"][0]["digest"]]["blocks"]["dram"] == 1
