@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from kvstore.cli.address import add_address_argument
 from kvstore.cli.model_arguments import add_namespace_arguments, names_namespace, opened
 from kvstore.config import format_bytes
 
@@ -16,7 +17,7 @@ HELP = """Forget every block of one namespace, or of all, in every tier, for goo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what to clear and whether to ask."""
-    parser.add_argument("--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
+    add_address_argument(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask")
     add_namespace_arguments(parser)
 

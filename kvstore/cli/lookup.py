@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.cli.address import add_address_argument
 from kvstore.cli.model_arguments import add_namespace_arguments, opened
 from kvstore.errors import ConfigError, InvalidArgument
 from kvstore.hashing import HASH_BYTES, Identity, usable_blocks
@@ -32,7 +33,7 @@ adapter and salt, unless those are given. SGLang and vLLM's offloading tier name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the sequence, its namespace and where the daemon is. `kvstore explain` has them too."""
-    parser.add_argument("--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
+    add_address_argument(parser)
     sequence = parser.add_mutually_exclusive_group(required=True)
     sequence.add_argument("--tokens", metavar="FILE", help="token ids, as JSON or separated by spaces or commas; - reads standard input")
     sequence.add_argument("--hashes", metavar="FILE", help="block hashes in hexadecimal, one a line; - reads standard input")

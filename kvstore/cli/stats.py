@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from kvstore.cli.address import add_address_argument
 from kvstore.cli.text import shown
 from kvstore.config import format_bytes
 
@@ -14,7 +15,7 @@ CLASSES = ("live", "reserved", "filling", "doomed", "orphaned", "quarantined", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare where the daemon is and how to print."""
-    parser.add_argument("--address", metavar="SOCKET", help="the daemon's socket, or host:port (default: the daemon's own default)")
+    add_address_argument(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

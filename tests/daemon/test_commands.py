@@ -147,9 +147,9 @@ def test_clear_forgets_only_after_a_yes(files: list[str], typed: str, status: in
     assert stored(files) == left
 
 
-@pytest.mark.parametrize("command", ["stats", "clear"])
-def test_without_a_daemon_a_command_says_so_and_ends(tmp_path: Path, command: str) -> None:
-    words = [command, "--address", str(tmp_path / "none.sock"), *(["--yes"] if command == "clear" else [])]
+@pytest.mark.parametrize(("command", "flag"), [("stats", "--listen"), ("clear", "--address")])
+def test_without_a_daemon_a_command_says_so_and_ends(tmp_path: Path, command: str, flag: str) -> None:
+    words = [command, flag, str(tmp_path / "none.sock"), *(["--yes"] if command == "clear" else [])]
     done = kvstore(*words)
     assert done.returncode == 2
     assert "kvstore serve" in done.stderr
