@@ -19,7 +19,7 @@ HELP = """What is stored, by namespace: each model, dtype, layout and shard has 
 The digest, or the beginning of it, names a namespace for `kvstore lookup`, `explain` and `clear`; --json shows every fact that it is of."""
 DIGITS = 12  # hexadecimal digits of a digest: two never begin alike, and they can be typed
 FORMAT_CHARS = 24  # characters of an engine's layout: it begins with the engine
-REVISION_CHARS = 12  # characters of a revision: of a commit as many as tell it from another
+REVISION_CHARS = 16  # characters of a revision: of a commit or "sha256:" and a digest as many as tell it from another
 MODEL_CHARS = 40  # characters of a model's name: the end of a path says which it is
 
 
