@@ -31,16 +31,12 @@ class Slotted:
     @property
     def units(self) -> NDArray[np.uint32]:
         """Where its slot is; 0 for none."""
-        return self._words(self._reply.units)
+        return np.frombuffer(self._part(self._reply.units, 4), "<u4")
 
     @property
     def generations(self) -> NDArray[np.uint32]:
         """Which tenure of the slot."""
-        return self._words(self._reply.generations)
-
-    def _words(self, packed: bytes) -> NDArray[np.uint32]:
-        """None at all where all would be 0."""
-        return np.frombuffer(self._part(packed, 4), "<u4") if packed else np.zeros(len(self.outcomes), np.uint32)
+        return np.frombuffer(self._part(self._reply.generations, 4), "<u4")
 
     def _part(self, packed: bytes, size: int) -> bytes:
         return packed if self._place is None else packed[size * self._place : size * (self._place + 1)]

@@ -251,8 +251,6 @@ def reply_of(outcome: Outcome, request_id: int) -> pb.OpReply:
             return pb.OpReply(acquired=acquired)
         case Claimed(lease, units, generations):
             return pb.OpReply(slots=pb.SlotReply(id=lease, units=packed(units), generations=packed(generations)))
-        case Committed(_, outcomes, _, generations) if not generations.any():  # mostly: nobody else has stored any; a slot may be at unit 0
-            return pb.OpReply(slots={"id": request_id, "outcomes": outcomes.tobytes()})
         case Reserved(_, outcomes, units, generations) | Committed(_, outcomes, units, generations):
             slots = pb.SlotReply(id=request_id, outcomes=outcomes.tobytes(), units=packed(units), generations=packed(generations))
             return pb.OpReply(slots=slots)

@@ -162,8 +162,13 @@ def test_a_commits_answer_names_the_shared_slot_also_where_it_is_the_arenas_firs
     shared = read_answer(wire.reply_of(Committed(6, outcomes, none, np.array([9, 0], np.uint32)), 6))
     assert isinstance(shared, Slotted)
     assert (shared.units.tolist(), shared.generations.tolist()) == ([0, 0], [9, 0])
-    alone = wire.reply_of(Committed(6, outcomes, none, none), 6)
-    assert (alone.slots.units, alone.slots.generations) == (b"", b"")
+
+
+def test_a_reserve_that_found_no_room_names_no_slot() -> None:
+    none = np.zeros(0, np.uint32)
+    full = read_answer(wire.reply_of(Reserved(6, np.array([BlockOutcome.NO_ROOM], np.uint8), none, none), 6))
+    assert isinstance(full, Slotted)
+    assert (full.outcomes.tolist(), full.units.tolist(), full.generations.tolist()) == ([BlockOutcome.NO_ROOM], [], [])
     left_out = read_answer(alone)
     assert isinstance(left_out, Slotted)
     assert (left_out.units.tolist(), left_out.generations.tolist()) == ([0, 0], [0, 0])
