@@ -206,7 +206,8 @@ class KVClient:
     ) -> pb.ExplainReply:
         """Why no more of a chain is found, and under which other facts more of it is. See `lookup` for what to give.
 
-        With tokens other models' facts, adapters and salts are tried too; with hashes only namespaces where blocks have the same names.
+        With tokens other models' facts are tried too, and all with and without the prompt's adapter and salt; with hashes only namespaces
+        where blocks have the same names.
         """
         return self._run(calls.explain(namespace, requests.explain(namespace, hashes, tokens, identity)))
 

@@ -130,13 +130,19 @@ def hello(name: str, guarantee_bytes: int, limit_bytes: int, pools: Sequence[Poo
 
 
 def prompt_or_hashes(namespace: Namespace, hashes: bytes | None, tokens: Tokens | None, identity: Identity | None) -> bytes:
-    """The hashes to look for: those given, or of a prompt's blocks that may be used. Raises InvalidArgument unless one is given."""
+    """The hashes to look for: those given, or of a prompt's blocks that may be used.
+
+    Raises InvalidArgument unless one is given, LimitExceeded for more blocks than a call takes.
+    """
     if hashes is not None and tokens is None:
         return checked_hashes(hashes)
     if tokens is None or hashes is not None:
         raise InvalidArgument("give hashes or tokens, one of them")
     block_tokens = namespace.geometry.block_tokens
     usable = hashing.usable_blocks(len(tokens), block_tokens)
+    if usable > MAX_BLOCKS_PER_CALL:
+        most = f"the most is {MAX_BLOCKS_PER_CALL}; give the first {MAX_BLOCKS_PER_CALL * block_tokens} tokens of it"
+        raise LimitExceeded(f"a prompt of {usable} blocks in one call, {most}")
     root = hashing.fingerprint(identity or namespace.identity)
     return checked_hashes(hashing.block_hashes(root, tokens, block_tokens)[: hashing.HASH_BYTES * usable])
 

@@ -163,6 +163,8 @@ def test_what_cannot_be_explained_is_refused(client: kinds.Client, prompt: list[
             client.explain(namespace, **wrong)
     with pytest.raises(LimitExceeded, match="beginning"):
         client.explain(opened(client, geometry=replace(GEOMETRY, block_tokens=1024)), tokens=range(200_000))
+    with pytest.raises(LimitExceeded, match=f"give the first {8192 * BLOCK_TOKENS} tokens"):
+        client.explain(namespace, tokens=range(8194 * BLOCK_TOKENS))
     assert client.explain(namespace, tokens=[1, 2]).asked_blocks == 0
 
 
