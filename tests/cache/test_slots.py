@@ -50,6 +50,8 @@ def test_slots_are_found_by_their_place_and_known_by_their_name_whatever_was_the
             taken.remove(slot)
             table.become(slot, SlotState.FREE)
         assert [table.locate(table.units_at[slot]) for slot in taken] == taken
+        sizes = set(table.extent_slot_units.tolist()) - {0}
+        assert table.only_slot_units == (sizes.pop() if len(sizes) == 1 else 0)
 
 
 def test_idle_extents_give_their_numbers_back() -> None:
