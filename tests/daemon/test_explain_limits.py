@@ -56,19 +56,19 @@ def hub_of(pools: int = 0) -> tuple[Hub, Namespaces]:
     return cast(Hub, Cores(cores, namespaces)), namespaces
 
 
-def opened(namespaces: Namespaces, model: str, block_tokens: int, window_tokens: int = 0) -> KnownNamespace:
+def opened(namespaces: Namespaces, model: str, block_tokens: int, window_tokens: int = 0, tenant: str = "tenant") -> KnownNamespace:
     """A namespace whose blocks have 4 KiB, however many tokens."""
     geometry = pb.Geometry(kind="mha", layers=1, kv_heads=1, key_dim=1, value_dim=1, dtype="bfloat16", block_tokens=block_tokens)
     geometry.format, geometry.opaque_block_bytes = "test/1", UNIT_BYTES
     facts = {"model": model, "revision": "", "tokenizer": "", "position": "", "dtype": "bfloat16"}
     keep = pb.Keep(kind="window", window_tokens=window_tokens) if window_tokens else None
-    return namespaces.open("tenant", pb.OpenNamespaceRequest(facts=facts, geometry=geometry, keep=keep))
+    return namespaces.open(tenant, pb.OpenNamespaceRequest(facts=facts, geometry=geometry, keep=keep))
 
 
-def store(core: Cache, namespace: int, hashes: Hashes) -> None:
-    got = core.reserve(Reserve(1, 1, namespace, len(hashes)))
+def store(core: Cache, namespace: int, hashes: Hashes, session: int = 1) -> None:
+    got = core.reserve(Reserve(session, 1, namespace, len(hashes)))
     assert isinstance(got, Reserved)
-    core.commit(Commit(1, namespace, namespace, got.units, got.generations, hashes, np.zeros((1, 4), "<u8")))
+    core.commit(Commit(session, namespace, namespace, got.units, got.generations, hashes, np.zeros((1, 4), "<u8")))
 
 
 def chain(blocks: int) -> Hashes:
@@ -92,6 +92,20 @@ def test_blocks_of_pools_are_in_hbm() -> None:
         store(core, known.id, chain(blocks))
     (listed,) = asyncio.run(list_namespaces(hub, "tenant")).namespaces
     assert dict(listed.blocks) == {"dram": 1, "hbm": 5}
+
+
+def test_of_other_tenants_nothing_is_told() -> None:
+    hub, namespaces = hub_of()
+    hub.caches()[0].attach(Attach(2, "another"), 0.0)
+    here, theirs = opened(namespaces, "model", 16), opened(namespaces, "secret", 16, tenant="another")
+    hashes = chain(4)
+    store(hub.caches()[0], theirs.id, hashes, session=2)
+    for tenant, mine in (("tenant", here), ("another", theirs)):
+        assert [each.digest for each in asyncio.run(list_namespaces(hub, tenant)).namespaces] == [mine.digest]
+    asked = Asked.of(pb.ExplainRequest(hashes=hashes.tobytes()))
+    told = asyncio.run(explain(hub, here, asked))
+    assert (told.blocks, told.reason, told.later_blocks, list(told.elsewhere)) == (0, "not_stored", 0, [])
+    assert asyncio.run(explain(hub, theirs, asked)).blocks == len(hashes)
 
 
 def test_numbers_past_32_bits_are_told() -> None:
