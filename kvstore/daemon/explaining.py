@@ -27,7 +27,7 @@ MAX_ELSEWHERE = 8  # places: more of them explain nothing
 MAX_EXPLAINED_TOKENS = 131_072  # tokens: the longest prompt that one lookup takes, in blocks of 16
 MAX_AT_ONCE = 2  # calls carried out at once: each has a turn of every round of the loop, and a thread
 MAX_WAITING = 256  # calls: people ask one at a time, and a thousand clients that fail at once are refused soon
-TURN_S = 0.002  # seconds after which others have their turn
+TURN_S = 0.0005  # seconds after which others have their turn: half a millisecond, the time of a lookup
 MAX_WINDOW_TOKENS = 2**32 - 1  # tokens: what the message holds; a window in whole blocks may be longer
 
 
@@ -59,9 +59,9 @@ class _Turn:
         self._until = self._loop.time() + TURN_S
 
     async def pause(self) -> None:
-        """Let others have theirs, where this one was long."""
+        """Let others have theirs, as long, where this one was long: a call of theirs takes several rounds of the loop."""
         if self._loop.time() >= self._until:
-            await asyncio.sleep(0)
+            await asyncio.sleep(TURN_S)
             self._until = self._loop.time() + TURN_S
 
 
