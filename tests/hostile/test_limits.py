@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.cache import leases, writing
+from kvstore.cache import leases, ready, writing
 from kvstore.cache.core import Cache
 from kvstore.cache.invariants import violations
 from kvstore.cache.messages import (
@@ -41,7 +41,8 @@ MOST_BLOCKS = 130  # under one lease
 def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Two sessions, one namespace with blocks of 4 KiB, room for 1,024 of them."""
     monkeypatch.setattr(leases, "MAX_SESSION_LEASES", MOST_LEASES)
-    monkeypatch.setattr(leases, "MAX_SLOT_HOLDS", MOST_HOLDS)
+    for module in (leases, ready):
+        monkeypatch.setattr(module, "MAX_SLOT_HOLDS", MOST_HOLDS)
     monkeypatch.setattr(writing, "MAX_LEASE_BLOCKS", MOST_BLOCKS)
     made = Cache(CacheSizes(4 << 20))
     assert made.open_namespace(NamespaceSpec("default", bytes(32), 1, UNIT_BYTES)) == 1
