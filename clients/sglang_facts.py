@@ -16,6 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 
+FORMAT = "sglang-"  # how the formats of its pages begin, which it names by hashes of its own
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 # What the extra config may say to the store, beside what the engine reads there itself.
 OPTIONS = ("address", "timeout_s", "revision", "lora", "position", "kv_cache_dtype")
@@ -93,7 +94,7 @@ def _geometry(pool: Any, version: str, buffers: bool) -> Geometry:
     """A page as an opaque block: the order of its bytes is in the format's name."""
     row = getattr(pool, "kv_cache_dim", 0)
     tag = getattr(pool, "storage_format_tag", None)
-    parts = (f"sglang-{version}", pool.layout, "buffers" if buffers else "flat", tag, row and f"row{row}")
+    parts = (f"{FORMAT}{version}", pool.layout, "buffers" if buffers else "flat", tag, row and f"row{row}")
     latent = hasattr(pool, "kv_lora_rank")
     return Geometry(
         kind="mla" if latent else "mha",

@@ -13,6 +13,8 @@ from kvstore.errors import ConfigError
 from kvstore.geometry import Geometry
 from kvstore.hashing import Identity
 
+FORMAT = "vllm-offload-"  # how the formats of its chunks begin, which it names by hashes of its own
+
 
 @dataclass(frozen=True)
 class TierFacts:
@@ -52,7 +54,7 @@ def facts_of(config: Any, device: str, version: str, chunk_bytes: int, revision:
         value_dim=1,
         dtype="uint8",
         block_tokens=max(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk,
-        format=f"vllm-offload-{version}/{digest[:32]}",
+        format=f"{FORMAT}{version}/{digest[:32]}",
         opaque_block_bytes=chunk_bytes,
     )
     identity = Identity(

@@ -19,7 +19,6 @@ CENSUS_ROWS = 65_536  # rows that a piece of a census goes over: under a millise
 class Reason(StrEnum):
     """Why a block is not here."""
 
-    HERE = ""
     BEING_WRITTEN = "being_written"
     EVICTED = "evicted"
     REMOVED = "removed"  # it was cleared, or its bytes were wrong

@@ -19,7 +19,6 @@ from kvstore.hashing import HASH_BYTES, Identity, usable_blocks
 if TYPE_CHECKING:
     from kvstore.clients.handles import Namespace
 
-OWN_NAMES = ("sglang-", "vllm-offload-")  # how the formats of engines begin that name blocks by hashes of their own
 NAME = "lookup"
 HELP = """How many leading blocks of a sequence are stored, and in which tier each is; as JSON.
 
@@ -73,8 +72,10 @@ def sequence_of(args: argparse.Namespace) -> tuple[bytes | None, list[int] | Non
 
 def identity_in(namespace: Namespace, args: argparse.Namespace) -> Identity:
     """The namespace's, with the adapter and salt that the arguments name. Raises InvalidArgument where tokens do not tell blocks' names."""
+    from kvstore.clients import sglang_facts, vllm_tier_facts
+
     form = namespace.geometry.format
-    if args.tokens and form.startswith(OWN_NAMES):
+    if args.tokens and form.startswith((sglang_facts.FORMAT, vllm_tier_facts.FORMAT)):
         raise InvalidArgument(f"--tokens: blocks of {form} are named by hashes of the engine's own; give those with --hashes")
     given = {name: value for name, value in (("adapter", args.adapter), ("salt", args.salt)) if value is not None}
     return replace(namespace.identity, **given)

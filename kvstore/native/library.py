@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 7  # of core.c and its neighbours: rises whenever something there changes
+VERSION = 8  # of core.c and its neighbours: rises whenever something there changes
 SWITCH = "KVSTORE_NATIVE"  # environment: "off" leaves it unused
 
 
